@@ -1,0 +1,74 @@
+"""Noiseclock decides which noise level a diffusion model trains on next, and shows whether that choice pays.
+
+clock = nc.Clock("linear", nc.SpeeD(), nc.MinSNR(5), "eps").attach(optimizer)
+for x0 in loader:
+    b = clock.draw(x0)
+    loss = clock.loss(b, model(b.x_t, b.t)).mean()
+"""
+
+from noiseclock.core import likelihood, objectives, schedules
+from noiseclock.core.clock import Batch, Clock, PlotData
+from noiseclock.core.names import sampler
+from noiseclock.core.objectives import objective
+from noiseclock.core.record import Levels
+from noiseclock.core.samplers import Beta, CosMap, Density, Draw, LogitNormal, Mode, Sampler, Uniform
+from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
+from noiseclock.core.schedules import Schedule, schedule
+from noiseclock.core.weightings import (
+    P2,
+    VLB,
+    ChangeAware,
+    Constant,
+    Debiased,
+    EDMWeight,
+    MinSNR,
+    Sigmoid,
+    SoftMinSNR,
+    TruncatedSNR,
+    Weighting,
+    weighting,
+)
+from noiseclock.core.wrappers import Annealed, Mixture, Shifted, Truncated
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "P2",
+    "VLB",
+    "Annealed",
+    "Batch",
+    "Beta",
+    "ChangeAware",
+    "Clock",
+    "Constant",
+    "CosMap",
+    "Debiased",
+    "Density",
+    "Draw",
+    "EDMWeight",
+    "Levels",
+    "LogNormal",
+    "LogSNRNormal",
+    "LogitNormal",
+    "MinSNR",
+    "Mixture",
+    "Mode",
+    "PlotData",
+    "Sampler",
+    "Schedule",
+    "Shifted",
+    "Sigmoid",
+    "SoftMinSNR",
+    "SpeeD",
+    "Truncated",
+    "TruncatedSNR",
+    "Uniform",
+    "Weighting",
+    "likelihood",
+    "objective",
+    "objectives",
+    "sampler",
+    "schedule",
+    "schedules",
+    "weighting",
+]

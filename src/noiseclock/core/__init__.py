@@ -1,0 +1,1 @@
+"""What people plug into their own loop: torch and numpy, nothing else."""

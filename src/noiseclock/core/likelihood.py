@@ -1,0 +1,114 @@
+"""The variational bound of a discrete diffusion model, term by term (Ho et al., 2006.11239, Eq. 5).
+
+    bound = KL(q(x_T|x0) ‖ N(0, I))  +  Σ_{t≥1} KL(q(x_{t-1}|x_t, x0) ‖ p(x_{t-1}|x_t))  -  log p(x0|x_1)
+            prior                       kl, steps 1..T-1                                     decoder, step 0
+
+Each term is in nats per dimension, one value per sample (B,); `bits` turns nats into bits. Step t here is the paper's t+1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from noiseclock.core.checks import choose
+from noiseclock.core.normal import normal_mass
+from noiseclock.core.objectives import Objective
+from noiseclock.core.schedules import VARIANCES, Discrete
+
+
+def bits(nats: Tensor) -> Tensor:
+    """Nats as bits.
+
+    >>> bits(torch.tensor(math.log(2)))
+    tensor(1.)
+    """
+    return nats / math.log(2)
+
+
+def _column(value: Tensor, like: Tensor) -> Tensor:
+    return value.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _model_variance(schedule: Discrete, step: Tensor, variance: str) -> Tensor:
+    choose("variance", variance, dict.fromkeys(VARIANCES))
+    if variance == "fixed-large":
+        return schedule.posterior(schedule.time_of(step)).large
+    # the posterior of step 0 has no variance at all, so it borrows that of step 1
+    return schedule.posterior(schedule.time_of(step.clamp(min=1))).variance
+
+
+def prior_term(schedule: Discrete, x0: Tensor) -> Tensor:
+    """(B,) what the end of the forward process still knows of x0."""
+    time = schedule.time_of(torch.full((len(x0),), schedule.steps - 1, device=x0.device))
+    a, s = schedule(time)
+    signal = (_column(a, x0) * x0).square().flatten(1).mean(1)
+    return (signal + s**2 - 1) / 2 - s.log()
+
+
+def kl_term(schedule: Discrete, step: Tensor, x0: Tensor, x0_predicted: Tensor, *, variance: str = "fixed-large") -> Tensor:
+    """(B,) KL of the true and the predicted step back, for steps (B,) from 1 on."""
+    posterior = schedule.posterior(schedule.time_of(step))
+    sigma2 = _model_variance(schedule, step, variance)
+    error = (x0.double() - x0_predicted.double()).square().flatten(1).mean(1)
+    ratio = posterior.variance / sigma2
+    return (ratio - 1 - ratio.log() + posterior.x0**2 * error / sigma2) / 2
+
+
+def decoder_term(schedule: Discrete, x0: Tensor, x0_predicted: Tensor, *, variance: str = "fixed-large", levels: int = 256) -> Tensor:
+    """(B,) -log p(x0|x_1) of data on `levels` equal steps from -1 to 1: the Gaussian's mass in the cell of x0, open at both ends."""
+    sigma2 = _model_variance(schedule, torch.zeros(1, dtype=torch.long, device=x0.device), variance)
+    half = 1 / (levels - 1)
+    # at step 0 the posterior mean is the predicted x0 itself
+    distance, sigma = (x0 - x0_predicted).double(), sigma2.sqrt()
+    upper = torch.where(x0 > 1 - half, math.inf, (distance + half) / sigma)
+    lower = torch.where(x0 < half - 1, -math.inf, (distance - half) / sigma)
+    return -normal_mass(lower, upper).clamp(min=1e-300).log().flatten(1).mean(1)
+
+
+class Bound(NamedTuple):
+    """The bound in nats per dimension: prior (B,), kl (B, T-1) for steps 1..T-1, decoder (B,)."""
+
+    prior: Tensor
+    kl: Tensor
+    decoder: Tensor
+
+    @property
+    def bits_per_dim(self) -> Tensor:
+        """(B,)"""
+        return bits(self.prior + self.kl.sum(1) + self.decoder)
+
+
+@torch.no_grad()
+def bound(
+    schedule: Discrete,
+    objective: Objective,
+    predict: Callable[[Tensor, Tensor], Tensor],
+    x0: Tensor,
+    *,
+    variance: str = "fixed-large",
+    levels: int = 256,
+    generator: torch.Generator | None = None,
+) -> Bound:
+    """The whole bound for a batch, with one forward of `predict(x_t, t)` per step and fresh noise at each.
+
+    x0: (B, ...) in [-1, 1]. The generator, if any, is on the device of x0.
+    """
+    if not isinstance(schedule, Discrete):
+        raise TypeError(f"the variational bound needs discrete steps; {type(schedule).__name__} has none")
+    terms = []
+    for t in range(schedule.steps):
+        step = torch.full((len(x0),), t, device=x0.device)
+        a, s = (_column(c, x0).to(x0.dtype) for c in schedule(schedule.time_of(step)))
+        noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=x0.dtype)
+        x_t = objective.model_input(a * x0 + s * noise, a, s)
+        x0_predicted = objective.to_x0(predict(x_t, step), x_t, a, s)
+        if t == 0:
+            terms.append(decoder_term(schedule, x0, x0_predicted, variance=variance, levels=levels))
+        else:
+            terms.append(kl_term(schedule, step, x0, x0_predicted, variance=variance))
+    return Bound(prior_term(schedule, x0), torch.stack(terms[1:], 1), terms[0])

@@ -1,0 +1,69 @@
+"""What was drawn and what it cost: counts and unweighted losses by time bin, kept on the device and read only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noiseclock.core.schedules import Array, wide
+
+# Recent losses are remembered for about this many draws.
+WINDOW = 1000
+
+
+class Levels(NamedTuple):
+    """A record by time bin, as numpy arrays (bins,).
+
+    time: the middle of each bin. drawn: how many times came from it. density: the realised density (1 everywhere for a uniform sampler).
+    loss: mean unweighted loss of about the last 1000 draws, NaN in a bin that none of them reached.
+    """
+
+    time: Array
+    drawn: Array
+    density: Array
+    loss: Array
+
+
+class Record:
+    """Running counts and losses in `bins` equal bins of time. Adding to it never synchronises with the device."""
+
+    def __init__(self, bins: int = 50) -> None:
+        self.bins = bins
+        # rows: all times drawn; recent times, fading; recent losses, fading
+        self._sums = torch.zeros(3, bins, dtype=torch.float64)
+
+    def add(self, time: Tensor, losses: Tensor) -> None:
+        """Note times (B,) and their unweighted losses (B,). Losses that are not finite count as drawn and are otherwise left out."""
+        device = time.device
+        if self._sums.device != device:
+            self._sums = self._sums.to(device, wide(device))
+        losses = losses.detach().to(self._sums.dtype)
+        finite = losses.isfinite()
+        rows = torch.stack([torch.ones_like(losses), finite.to(losses.dtype), torch.where(finite, losses, 0.0)])
+        cell = (time * self.bins).floor().clamp(0, self.bins - 1).long()
+        self._sums[1:] *= 1 - 1 / WINDOW
+        self._sums.index_add_(1, cell, rows)
+
+    def levels(self) -> Levels:
+        """The record so far; this reads the device."""
+        count, recent, loss = self._sums.cpu().double().numpy()
+        time = (np.arange(self.bins) + 0.5) / self.bins
+        mean = np.divide(loss, recent, out=np.full(self.bins, np.nan), where=recent > 0)
+        return Levels(time, count.copy(), count / max(count.sum(), 1.0) * self.bins, mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self._sums.clone()}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless the state fits."""
+        sums = state.get("sums")
+        if not isinstance(sums, Tensor) or sums.shape != self._sums.shape:
+            raise ValueError(f"the record of losses has {self.bins} bins, which the state given does not hold")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.check(state)
+        self._sums = state["sums"].clone().to(self._sums)

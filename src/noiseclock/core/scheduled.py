@@ -1,0 +1,180 @@
+"""Fixed densities that are stated in terms of the noise level, and so are known once the schedule is.
+
+A Clock binds them to its schedule; used alone they take it as `schedule=`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noiseclock.core.checks import check_positive, choose
+from noiseclock.core.normal import normal_log_prob, normal_mass
+from noiseclock.core.samplers import TINY, Cells, Density, inside, widen
+from noiseclock.core.schedules import CONVERGED_SLOPE, Discrete, Schedule
+
+
+class Scheduled(Density):
+    """A density with a field `schedule` that may still be open."""
+
+    schedule: Schedule | None
+
+    @property
+    def known_schedule(self) -> Schedule:
+        if self.schedule is None:
+            raise ValueError(f"{type(self).__name__} needs a noise schedule: use it in a Clock, or pass schedule=nc.schedule(...)")
+        return self.schedule
+
+
+@dataclass(frozen=True)
+class LogSNRNormal(Scheduled):
+    """λ = ln SNR ~ N(mean, std), cut off at the ends of the schedule; the defaults are those of style-friendly training.
+
+    On discrete steps each step takes the part of the normal that is nearest to its own λ.
+    """
+
+    mean: float = -6.0
+    std: float = 2.0
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, std=self.std)
+
+    @property
+    def _moments(self) -> tuple[float, float]:
+        """Mean and standard deviation of λ."""
+        return self.mean, self.std
+
+    def _z(self, time: Tensor) -> Tensor:
+        """λ in units of the normal, turned round so that it rises with time."""
+        mean, std = self._moments
+        level = self.known_schedule.level(widen(time))
+        return (mean - level.a2.log() + level.s2.log()) / std
+
+    @cached_property
+    def _ends(self) -> tuple[float, float, float]:
+        """z at time 0 and at time 1, and the mass between them; Python numbers, so that no draw copies anything to its device."""
+        lo, hi = self._z(torch.tensor([0.0, 1.0], dtype=torch.float64))
+        return lo.item(), hi.item(), max(normal_mass(lo, hi).item(), TINY)
+
+    @cached_property
+    def _cells(self) -> Cells | None:
+        schedule = self.known_schedule
+        if not isinstance(schedule, Discrete):
+            return None
+        z = self._z(schedule.grid())
+        middle = (z[1:] + z[:-1]) / 2
+        # the first and the last cell reach as far outwards as inwards; a last step without any signal reaches to infinity
+        last = 2 * z[-1:] - middle[-1:] if z[-1].isfinite() else z[-1:]
+        borders = torch.cat([2 * z[:1] - middle[:1], middle, last])
+        return Cells(normal_mass(borders[:-1], borders[1:]).clamp(min=TINY))
+
+    def icdf(self, v: Tensor) -> Tensor:
+        if self._cells is not None:
+            return self._cells.icdf(widen(v))
+        lo, hi, total = self._ends
+        mean, std = self._moments
+        upper = lo + hi > 0  # then mirrored to the lower tail, where Φ keeps its digits
+        if upper:
+            lo, hi, v = -hi, -lo, 1 - widen(v)
+        below = math.erfc(-lo / math.sqrt(2)) / 2  # Φ(lo)
+        z = torch.special.ndtri(below + widen(v) * total).clamp(lo, hi)
+        return self.known_schedule.inverse(mean - std * (-z if upper else z))
+
+    def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
+        if self._cells is not None:
+            return self._cells.mass(widen(lo), widen(hi))
+        return normal_mass(self._z(lo), self._z(hi)) / self._ends[2]
+
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        if self._cells is not None:
+            return self._cells.log_prob(widen(time))
+        u = inside(time)
+        return normal_log_prob(self._z(u), self._moments[1]) + self.known_schedule.slope(u).log() - math.log(self._ends[2])
+
+
+@dataclass(frozen=True)
+class LogNormal(LogSNRNormal):
+    """ln σ ~ N(mean, std) with σ = s/a, cut off at the ends of the schedule (EDM's training density)."""
+
+    mean: float = -1.2
+    std: float = 1.2
+
+    @property
+    def _moments(self) -> tuple[float, float]:
+        return -2 * self.mean, 2 * self.std  # λ = -2 ln σ
+
+
+@dataclass(frozen=True)
+class SpeeD(Scheduled):
+    """SpeeD (2405.17403): the convergence area, from step `tau` on, is drawn `k` times less often than the steps before it.
+
+    variant "paper": P(t) ∝ k for t < tau, else 1.
+    variant "released": what the first public code does. Half of the draws follow a step from k to 1 that is soft for a few steps, the other
+    half are their duals, t' = m-t if t < m else t-m with m = tau+1; the marginal is exact, and the adaptive paper compares with this one.
+    tau "auto": the first step where the slope of √(1-ᾱ) falls under 1e-4 (at T = 1000): 641 linear, 828 quadratic, 958 cosine.
+    """
+
+    k: float = 5.0
+    tau: int | str = "auto"
+    variant: str = "paper"
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, k=self.k)
+        choose("SpeeD variant", self.variant, dict.fromkeys(("paper", "released")))
+        if isinstance(self.tau, str):
+            choose("SpeeD tau", self.tau, {"auto": None})
+        elif self.tau < 1 or (self.schedule is not None and self.tau > self._steps):
+            raise ValueError(f"SpeeD: tau must be 'auto' or a step from 1 to {self._steps if self.schedule else 'T'}, got {self.tau}")
+
+    @property
+    def _steps(self) -> int:
+        return len(self.known_schedule.grid())
+
+    @cached_property
+    def boundary(self) -> int:
+        """The first step of the convergence area."""
+        return self.known_schedule.areas().converged if isinstance(self.tau, str) else self.tau
+
+    @cached_property
+    def _first(self) -> Cells:
+        """What is drawn before any dual is taken."""
+        # +1 before the boundary and -1 after it
+        side = np.where(np.arange(self._steps) < self.boundary, 1.0, -1.0)
+        if self.variant == "released" and isinstance(self.tau, str):
+            # its tanh(1e6·(slope per step - 1e-4)) + 1.5, written per unit time so that it holds for any number of steps
+            side = np.tanh(1e3 * (self.known_schedule.increments().speed * self._steps - CONVERGED_SLOPE))
+        return Cells((self.k + 1) / 2 + (self.k - 1) / 2 * side)
+
+    @cached_property
+    def _marginal(self) -> Cells:
+        if self.variant == "paper":
+            return self._first
+        dual = self._dual(torch.arange(self._steps))
+        return Cells(self._first.pmf.index_add(0, dual, self._first.pmf))
+
+    def _dual(self, step: Tensor) -> Tensor:
+        m = min(self.boundary + 1, self._steps - 1)
+        return torch.where(step < m, m - step, step - m)
+
+    def icdf(self, v: Tensor) -> Tensor:
+        v = widen(v)
+        if self.variant == "paper":
+            return self._first.icdf(v)
+        # the lower half of the uniforms draws, the upper half draws the duals; stratified uniforms feed both alike
+        place = self._first.icdf(torch.where(v < 0.5, 2 * v, 2 * v - 1)) * self._steps
+        step = place.floor()
+        dual = self._dual(step.long()) + (place - step)
+        return torch.where(v < 0.5, place, dual) / self._steps
+
+    def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
+        return self._marginal.mass(widen(lo), widen(hi))
+
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        return self._marginal.log_prob(widen(time))

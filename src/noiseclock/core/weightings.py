@@ -1,0 +1,304 @@
+"""Loss weights: how much an error at each noise level counts.
+
+A weighting is one function W(noise level) on the squared error of x0, written out for every target so that each form is finite at SNR 0 and
+SNR ∞, where dividing one form by the other would be 0/0 or ∞/∞:
+
+    x0(z)      W                 the weight of the x0 error
+    eps(z)     W/SNR             the weight of the eps error
+    shared(z)  W·s² = eps·a²     divided by the objective's `scale` it is the weight of v, flow and EDM errors
+
+`z` is a Level: a², s², SNR = a²/s² and NSR = s²/a². Weights that are truly infinite somewhere (the x0 form of most as SNR -> ∞; debiased,
+truncated SNR, EDM and the VLB on eps as SNR -> 0) stop at `CAP`. No weight is negative or NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noiseclock.core.checks import build, check_positive, choose
+from noiseclock.core.objectives import OBJECTIVES, Objective
+from noiseclock.core.schedules import VARIANCES, Level, Schedule, wide
+
+# Above every finite weight of the usual schedules (EDM's reaches 2.5e5 at σ = 0.002), low enough that a float32 loss survives it.
+CAP = 1e6
+
+
+@dataclass(frozen=True)
+class Weighting(ABC):
+    """A loss weight. `normalize`: the Clock divides it by its mean under the sampler in use, so that it does not rescale the learning rate."""
+
+    _: KW_ONLY
+    normalize: bool = False
+
+    @abstractmethod
+    def x0(self, z: Level) -> Tensor: ...
+    @abstractmethod
+    def eps(self, z: Level) -> Tensor: ...
+    @abstractmethod
+    def shared(self, z: Level) -> Tensor: ...
+
+    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
+        """The weight of the objective's squared error at each time, float64, from 0 to CAP. Not normalised: that is the Clock's to do."""
+        z = schedule.level(time)
+        if objective.name == "x0":
+            weight = self.x0(z)
+        elif objective.name == "eps":
+            weight = self.eps(z)
+        else:
+            weight = self.shared(z) / objective.scale(z)
+        return weight.clamp(max=CAP)
+
+
+@dataclass(frozen=True)
+class Constant(Weighting):
+    """Weight 1 on the error of one target: the one that is trained, unless `on` names another.
+
+    `Constant(on="eps")` is DDPM's simple loss whatever the model predicts.
+    """
+
+    on: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.on is not None:
+            choose("target", self.on, OBJECTIVES)
+
+    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
+        if self.on in (None, objective.name):
+            return torch.ones_like(time, dtype=wide(time.device))
+        return super().__call__(schedule, time, objective)
+
+    def x0(self, z: Level) -> Tensor:
+        return self.shared(z) / z.s2
+
+    def eps(self, z: Level) -> Tensor:
+        return self.shared(z) / z.a2
+
+    def shared(self, z: Level) -> Tensor:
+        return OBJECTIVES[self.on or "eps"]().scale(z)
+
+
+@dataclass(frozen=True)
+class MinSNR(Weighting):
+    """min(SNR, γ) on x0 (Hang et al., 2303.09556)."""
+
+    gamma: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, gamma=self.gamma)
+
+    def x0(self, z: Level) -> Tensor:
+        return z.snr.clamp(max=self.gamma)
+
+    def eps(self, z: Level) -> Tensor:
+        return (self.gamma * z.nsr).clamp(max=1)
+
+    def shared(self, z: Level) -> Tensor:
+        return torch.minimum(z.a2, self.gamma * z.s2)
+
+
+@dataclass(frozen=True)
+class SoftMinSNR(Weighting):
+    """γ·SNR/(SNR+γ) on x0: min-SNR without the corner."""
+
+    gamma: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, gamma=self.gamma)
+
+    def x0(self, z: Level) -> Tensor:
+        return self.gamma * z.a2 / (z.a2 + self.gamma * z.s2)
+
+    def eps(self, z: Level) -> Tensor:
+        return self.gamma * z.s2 / (z.a2 + self.gamma * z.s2)
+
+    def shared(self, z: Level) -> Tensor:
+        return self.gamma * z.a2 * z.s2 / (z.a2 + self.gamma * z.s2)
+
+
+@dataclass(frozen=True)
+class P2(Weighting):
+    """1/(k+SNR)^γ on eps (Choi et al., 2204.00227)."""
+
+    k: float = 1.0
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, k=self.k, gamma=self.gamma)
+
+    def x0(self, z: Level) -> Tensor:
+        # SNR/(k+SNR)^γ times s^2γ above and below; 0⁰ = 1 makes it right at s = 0, γ = 1
+        return z.a2 * z.s2 ** (self.gamma - 1) / (self.k * z.s2 + z.a2) ** self.gamma
+
+    def eps(self, z: Level) -> Tensor:
+        return (z.s2 / (self.k * z.s2 + z.a2)) ** self.gamma
+
+    def shared(self, z: Level) -> Tensor:
+        return z.a2 * self.eps(z)
+
+
+@dataclass(frozen=True)
+class Debiased(Weighting):
+    """1/√min(SNR, 1000) on eps (2310.08442)."""
+
+    limit: float = 1000.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, limit=self.limit)
+
+    def x0(self, z: Level) -> Tensor:
+        return torch.maximum(z.snr.sqrt(), z.snr / self.limit**0.5)
+
+    def eps(self, z: Level) -> Tensor:
+        return z.nsr.sqrt().clamp(min=self.limit**-0.5)
+
+    def shared(self, z: Level) -> Tensor:
+        return torch.maximum((z.a2 * z.s2).sqrt(), z.a2 / self.limit**0.5)
+
+
+@dataclass(frozen=True)
+class TruncatedSNR(Weighting):
+    """max(SNR, 1) on x0 (Salimans & Ho)."""
+
+    def x0(self, z: Level) -> Tensor:
+        return z.snr.clamp(min=1)
+
+    def eps(self, z: Level) -> Tensor:
+        return z.nsr.clamp(min=1)
+
+    def shared(self, z: Level) -> Tensor:
+        return torch.maximum(z.a2, z.s2)
+
+
+@dataclass(frozen=True)
+class Sigmoid(Weighting):
+    """sigmoid(bias-λ) on eps (Kingma & Gao; simple diffusion).
+
+    Its authors state it per unit of λ, so under a time that runs unevenly through λ it carries |dλ/du|; `per="time"` leaves that out, as
+    many trainers do.
+    """
+
+    bias: float = 2.0
+    per: str = "log-snr"
+
+    def __post_init__(self) -> None:
+        choose("measure of the sigmoid weighting", self.per, dict.fromkeys(("log-snr", "time")))
+
+    def _slope(self, z: Level) -> Tensor | float:
+        return z.schedule.slope(z.time.to(z.a2.dtype)).clamp(max=CAP) if self.per == "log-snr" else 1.0
+
+    def _soft(self, z: Level) -> Tensor:
+        return z.s2 + math.exp(-self.bias) * z.a2
+
+    def x0(self, z: Level) -> Tensor:
+        return self._slope(z) * z.a2 / self._soft(z)
+
+    def eps(self, z: Level) -> Tensor:
+        return self._slope(z) * z.s2 / self._soft(z)
+
+    def shared(self, z: Level) -> Tensor:
+        return self._slope(z) * z.a2 * z.s2 / self._soft(z)
+
+
+@dataclass(frozen=True)
+class VLB(Weighting):
+    """c_t, the variational bound's own weight, in nats per dimension (see `Schedule.vlb`)."""
+
+    variance: str = "fixed-large"
+
+    def __post_init__(self) -> None:
+        choose("variance", self.variance, dict.fromkeys(VARIANCES))
+
+    def _coefficient(self, z: Level, target: str) -> Tensor:
+        return z.schedule.vlb(z.time.to(z.a2.dtype), target=target, variance=self.variance).clamp(max=CAP)
+
+    def x0(self, z: Level) -> Tensor:
+        return self._coefficient(z, "x0")
+
+    def eps(self, z: Level) -> Tensor:
+        return self._coefficient(z, "eps")
+
+    def shared(self, z: Level) -> Tensor:
+        # each form where it is finite: x0's at the noisy end, eps's at the clean one
+        return torch.where(z.a2 < z.s2, self.x0(z) * z.s2, self.eps(z) * z.a2)
+
+
+@dataclass(frozen=True)
+class EDMWeight(Weighting):
+    """SNR + 1/σ_data² on x0: weight 1 on EDM's own target."""
+
+    sigma_data: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_positive(self, sigma_data=self.sigma_data)
+
+    def x0(self, z: Level) -> Tensor:
+        return z.snr + self.sigma_data**-2
+
+    def eps(self, z: Level) -> Tensor:
+        return 1 + z.nsr / self.sigma_data**2
+
+    def shared(self, z: Level) -> Tensor:
+        return z.a2 + z.s2 / self.sigma_data**2
+
+
+@lru_cache(maxsize=64)
+def _change_table(schedule: Schedule, lam: float, device: torch.device) -> Tensor:
+    change = schedule.increments().change
+    weight = (1 - lam) + (2 * lam - 1) * (change - change.min()) / (change.max() - change.min())
+    return torch.as_tensor(weight, device=device, dtype=wide(device))
+
+
+@dataclass(frozen=True)
+class ChangeAware(Weighting):
+    """SpeeD's weight on eps: how fast the process changes at each step (the slope of 1-ᾱ), rescaled to [1-λ, λ]."""
+
+    lam: float = 0.6
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.lam <= 1:
+            raise ValueError(f"ChangeAware: lam must lie in [0.5, 1], got {self.lam}")
+
+    def eps(self, z: Level) -> Tensor:
+        table = _change_table(z.schedule, self.lam, z.a2.device)
+        return table[(z.time.to(z.a2.dtype) * len(table)).floor().clamp(0, len(table) - 1).long()]
+
+    def x0(self, z: Level) -> Tensor:
+        return z.snr.clamp(max=CAP) * self.eps(z)  # at lam = 1 the slowest step weighs 0, and ∞·0 is no number
+
+    def shared(self, z: Level) -> Tensor:
+        return z.a2 * self.eps(z)
+
+
+WEIGHTINGS: dict[str, Callable[..., Weighting]] = {
+    "constant": Constant,
+    "min-snr": MinSNR,
+    "soft-min-snr": SoftMinSNR,
+    "p2": P2,
+    "debiased": Debiased,
+    "truncated-snr": TruncatedSNR,
+    "sigmoid": Sigmoid,
+    "vlb": VLB,
+    "edm": EDMWeight,
+    "change-aware": ChangeAware,
+}
+
+
+def weighting(name: str | Weighting, **options: Any) -> Weighting:
+    """The weighting called `name`, with its options.
+
+    >>> weighting("min-snr", gamma=4.0)
+    MinSNR(normalize=False, gamma=4.0)
+    """
+    if isinstance(name, str):
+        return build("weighting", name, WEIGHTINGS, options)
+    if not isinstance(name, Weighting):
+        raise TypeError(f"a weighting is a name or a Weighting, got {type(name).__name__}")
+    return name

@@ -1,0 +1,236 @@
+"""Densities made from others: shifted, truncated, mixed, annealed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from noiseclock.core.checks import check_positive
+from noiseclock.core.samplers import TINY, Density, Draw, Sampler, Uniform, take_uniforms, widen
+from noiseclock.core.schedules import Schedule, wide
+from noiseclock.core.streams import BELOW_ONE
+
+Number = TypeVar("Number", float, Tensor)
+
+
+def _needs_density(owner: object, sampler: object) -> None:
+    if not isinstance(sampler, Density):
+        raise TypeError(f"{type(owner).__name__} needs a fixed density with an inverse CDF, got {sampler!r}")
+
+
+@dataclass(frozen=True)
+class Shifted(Density):
+    """Another density with its times moved by u' = k·u/(1+(k-1)·u): towards noise for k > 1 (resolution shift of SD3).
+
+    >>> Shifted(Uniform(), k=3.0).icdf(torch.tensor(0.5))
+    tensor(0.7500, dtype=torch.float64)
+    """
+
+    sampler: Density
+    k: float = 3.0
+
+    def __post_init__(self) -> None:
+        _needs_density(self, self.sampler)
+        check_positive(self, k=self.k)
+
+    @property
+    def corrects(self) -> bool:
+        return self.sampler.corrects
+
+    @property
+    def support(self) -> tuple[float, float]:
+        lo, hi = self.sampler.support
+        return self._shift(lo), self._shift(hi)
+
+    def _shift(self, u: Number) -> Number:
+        return self.k * u / (1 + (self.k - 1) * u)
+
+    def _unshift(self, u: Tensor) -> Tensor:
+        return u / (self.k - (self.k - 1) * u)
+
+    def icdf(self, v: Tensor) -> Tensor:
+        return self._shift(self.sampler.icdf(v))
+
+    def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
+        return self.sampler.mass(self._unshift(widen(lo)), self._unshift(widen(hi)))
+
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        u = widen(time)
+        return self.sampler.log_prob(self._unshift(u)) + math.log(self.k) - 2 * (self.k - (self.k - 1) * u).log()
+
+
+@dataclass(frozen=True)
+class Truncated(Density):
+    """Another density restricted to [lo, hi) by its inverse CDF, never by rejection."""
+
+    sampler: Density
+    lo: float = 0.0
+    hi: float = 1.0
+
+    def __post_init__(self) -> None:
+        _needs_density(self, self.sampler)
+        if not 0 <= self.lo < self.hi <= 1:
+            raise ValueError(f"Truncated: needs 0 <= lo < hi <= 1, got lo = {self.lo}, hi = {self.hi}")
+        lo, hi = self.sampler.support
+        if self.lo >= hi or self.hi <= lo:
+            raise ValueError(f"Truncated: [{self.lo}, {self.hi}] holds nothing of {self.sampler}, which lives on [{lo:g}, {hi:g}]")
+
+    @property
+    def corrects(self) -> bool:
+        return self.sampler.corrects
+
+    @property
+    def support(self) -> tuple[float, float]:
+        lo, hi = self.sampler.support
+        return max(lo, self.lo), min(hi, self.hi)
+
+    @cached_property
+    def _shares(self) -> tuple[float, float]:
+        """The inner probability below lo, and between lo and hi."""
+        ends = torch.tensor([0.0, self.lo, self.hi], dtype=torch.float64)
+        below, between = self.sampler.mass(ends[:-1], ends[1:]).tolist()
+        return below, max(between, TINY)
+
+    def icdf(self, v: Tensor) -> Tensor:
+        below, between = self._shares
+        inner = self.sampler.icdf((below + widen(v) * between).clamp(max=BELOW_ONE))
+        return inner.clamp(self.lo, math.nextafter(self.hi, 0.0))  # rounding must not carry a time out of the interval
+
+    def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
+        return self.sampler.mass(widen(lo).clamp(self.lo, self.hi), widen(hi).clamp(self.lo, self.hi)) / self._shares[1]
+
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        u = widen(time)
+        allowed = (u >= self.lo) & (u < self.hi)
+        return torch.where(allowed, self.sampler.log_prob(u) - math.log(self._shares[1]), -math.inf)
+
+
+class Blend:
+    """p = (1-f)·sampler + f·other, drawn by splitting the uniform at f: both parts stay stratified and nothing is inverted numerically.
+
+    It asks the parts for no more than the Sampler protocol, so learned samplers can be blended too.
+    """
+
+    sampler: Sampler
+    other: Sampler
+
+    def _share(self, device: torch.device) -> Tensor:
+        """f, a 0-d tensor."""
+        raise NotImplementedError(f"{type(self).__name__} must define its share")
+
+    @property
+    def corrects(self) -> bool:
+        return self.sampler.corrects
+
+    @property
+    def every(self) -> int:
+        return self.sampler.every
+
+    @property
+    def support(self) -> tuple[float, float]:
+        (a, b), (c, d) = self.sampler.support, self.other.support
+        return min(a, c), max(b, d)
+
+    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
+        v = take_uniforms(n, x0, uniforms, generator)
+        f = self._share(v.device)
+        other = self.other.sample(n, x0=x0, uniforms=(v / f.clamp(min=TINY)).clamp(0, BELOW_ONE))
+        main = self.sampler.sample(n, x0=x0, uniforms=((v - f) / (1 - f).clamp(min=TINY)).clamp(0, BELOW_ONE))
+        time = torch.where(v < f, other.time, main.time)
+        return Draw(time, self.log_prob(time, x0=x0))
+
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        """Log density of the blend."""
+        return self._mix(self.sampler.log_prob(time, x0=x0), self.other.log_prob(time, x0=x0))
+
+    def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
+        """(B,) the log probability of each given step."""
+        return self._mix(self.sampler.log_pmf(step, steps, x0=x0), self.other.log_pmf(step, steps, x0=x0))
+
+    def _mix(self, main: Tensor, other: Tensor) -> Tensor:
+        f = self._share(main.device)
+        return torch.logaddexp((-f).log1p() + main, f.log() + other)
+
+    def bind(self, schedule: Schedule) -> Self:
+        return replace(self, sampler=self.sampler.bind(schedule), other=self.other.bind(schedule))  # type: ignore[type-var]  # both are dataclasses
+
+    def update(self, draw: Draw, losses: Tensor) -> None:
+        self.sampler.update(draw, losses)
+        self.other.update(draw, losses)
+
+    def advance(self, updates: int) -> bool:
+        moved = [part.advance(updates) for part in (self.sampler, self.other)]
+        return any(moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state_dict(), "other": self.other.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {"sampler", "other"}:
+            raise ValueError(f"{type(self).__name__}: its state has 'sampler' and 'other', but was given {sorted(state)}")
+        self.sampler.load_state_dict(state["sampler"])
+        self.other.load_state_dict(state["other"])
+
+
+@dataclass(frozen=True)
+class Mixture(Blend):
+    """(1-floor)·sampler + floor·other: with the uniform as `other`, a floor under every time.
+
+    >>> Mixture(Truncated(Uniform(), 0.5, 1.0), floor=0.2).log_prob(torch.tensor([0.1, 0.9])).exp()
+    tensor([0.2000, 1.8000], dtype=torch.float64)
+    """
+
+    sampler: Sampler
+    other: Sampler = Uniform()
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor < 1:
+            raise ValueError(f"Mixture: floor must lie between 0 and 1, got {self.floor}")
+
+    def _share(self, device: torch.device) -> Tensor:
+        return torch.full((), self.floor, device=device, dtype=wide(device))
+
+
+@dataclass
+class Annealed(Blend):
+    """One sampler until optimiser update `start`, another from `stop` on, and a linear passage between them.
+
+    A Clock counts the updates; without one, call `advance(updates)`. The count is the clock's to save, so there is no state of its own.
+    """
+
+    sampler: Sampler
+    other: Sampler = Uniform()
+    start: int = 0
+    stop: int = 1000
+    share: float = field(init=False, repr=False, compare=False, default=0.0)
+    # device -> f, written in place so that a captured graph sees the new value
+    _shares: dict[torch.device, Tensor] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"Annealed: needs 0 <= start < stop, got start = {self.start}, stop = {self.stop}")
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """What can be drawn all the way through: the two samplers' common times."""
+        (a, b), (c, d) = self.sampler.support, self.other.support
+        return max(a, c), min(b, d)
+
+    def _share(self, device: torch.device) -> Tensor:
+        if device not in self._shares:
+            self._shares[device] = torch.full((), self.share, device=device, dtype=wide(device))
+        return self._shares[device]
+
+    def advance(self, updates: int) -> bool:
+        before = self.share
+        self.share = min(max((updates - self.start) / (self.stop - self.start), 0.0), 1.0)
+        for share in self._shares.values():
+            share.fill_(self.share)
+        return super().advance(updates) or self.share != before

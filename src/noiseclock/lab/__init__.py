@@ -1,0 +1,1 @@
+"""A laboratory built on the core: known problems, training, comparison."""

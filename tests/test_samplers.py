@@ -1,0 +1,372 @@
+"""One contract, and every sampler held to it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from hypothesis import given, settings, strategies as st
+
+import noiseclock as nc
+from noiseclock.core.samplers import TINY, Cells
+from noiseclock.core.streams import BELOW_ONE
+
+T = 1000
+LINEAR, COSINE, EDM, FLOW = (nc.schedule(name) for name in ("linear", "cosine", "edm", "flow"))
+ZERO = nc.schedule("linear", zero_terminal_snr=True)
+
+CONTRACT = [
+    nc.Uniform(),
+    nc.LogitNormal(),
+    nc.LogitNormal(mean=-1.0, std=0.5),
+    nc.Mode(),
+    nc.Mode(scale=-0.9),
+    nc.CosMap(),
+    nc.Beta(),
+    nc.Beta(2.0, 5.0),
+    nc.Beta(0.5, 0.5),
+    nc.LogNormal(schedule=LINEAR),
+    nc.LogNormal(schedule=EDM),
+    nc.LogNormal(schedule=FLOW),
+    nc.LogSNRNormal(schedule=COSINE),
+    nc.LogSNRNormal(schedule=ZERO),
+    nc.LogSNRNormal(schedule=FLOW),
+    nc.LogSNRNormal(mean=8.0, std=1.0, schedule=EDM),
+    nc.SpeeD(schedule=LINEAR),
+    nc.SpeeD(schedule=FLOW),
+    nc.SpeeD(k=10.0, tau=700, schedule=COSINE),
+    nc.SpeeD(variant="released", schedule=LINEAR),
+    nc.SpeeD(variant="released", schedule=COSINE),
+    nc.SpeeD(variant="released", tau=300, k=3.0, schedule=LINEAR),
+    nc.Shifted(nc.LogitNormal(), k=3.0),
+    nc.Shifted(nc.Uniform(), k=0.3),
+    nc.Truncated(nc.LogitNormal(), 0.1, 0.7),
+    nc.Truncated(nc.Beta(), 0.0, 0.2),
+    nc.Truncated(nc.SpeeD(schedule=LINEAR), 0.5, 1.0),
+    nc.Shifted(nc.Truncated(nc.Uniform(), 0.25, 1.0), k=2.0),
+    nc.Mixture(nc.LogitNormal(mean=2.0, std=0.2)),
+    nc.Mixture(nc.Truncated(nc.Uniform(), 0.2, 0.4), nc.LogitNormal(), floor=0.5),
+    nc.Annealed(nc.LogitNormal(), nc.Beta(), start=0, stop=10),
+    nc.Mixture(nc.Annealed(nc.SpeeD(schedule=LINEAR), nc.Uniform(), start=0, stop=10), floor=0.3),
+]
+every_sampler = pytest.mark.parametrize("sampler", CONTRACT, ids=repr)
+
+
+@pytest.fixture(autouse=True)
+def _midway():
+    """Annealed samplers are held to the contract halfway through, where both parts count."""
+    for sampler in CONTRACT:
+        sampler.advance(4)
+
+
+def log_pmf(sampler: Any, steps: int = T) -> torch.Tensor:
+    return sampler.log_pmf(torch.arange(steps), steps)
+
+
+def cells_inside(sampler: Any, steps: int = T) -> torch.Tensor:
+    lo, hi = sampler.support
+    borders = torch.arange(steps + 1) / steps
+    return (borders[:-1] >= lo - 1e-9) & (borders[1:] <= hi + 1e-9)
+
+
+def integral_over_cells(sampler: Any, steps: int) -> np.ndarray:
+    """∫ density over each cell: 24 Gauss-Legendre nodes, after u = w⁸ in the two end cells, which a power law may make infinite."""
+    nodes, weights = np.polynomial.legendre.leggauss(24)
+    nodes, weights = (nodes + 1) / 2, weights / 2
+    total = np.empty(steps)
+    density = lambda u: np.exp(sampler.log_prob(torch.as_tensor(u)).numpy())  # noqa: E731
+    grid = (np.arange(1, steps - 1)[:, None] + nodes) / steps
+    total[1:-1] = (density(grid) * weights).sum(1) / steps
+    powers, jacobian = nodes**8, 8 * nodes**7
+    total[0] = (density(powers / steps) * weights * jacobian).sum() / steps
+    total[-1] = (density(1 - powers / steps) * weights * jacobian).sum() / steps
+    return total
+
+
+@every_sampler
+def test_step_probabilities_sum_to_one(sampler):
+    for steps in (2, 37, T):
+        assert log_pmf(sampler, steps).exp().sum().item() == pytest.approx(1, abs=1e-12)
+
+
+@every_sampler
+def test_density_integrates_to_the_step_probabilities(sampler):
+    """And so to one. Quadrature is exact to rounding but for the end cells of Beta(½, ½), where 1-u⁸ has lost digits near 1."""
+    pmf = log_pmf(sampler).exp().numpy()
+    assert np.abs(integral_over_cells(sampler, T) - pmf).max() < 1e-9
+
+
+@every_sampler
+def test_draws_follow_the_density(sampler):
+    n = 100_000
+    time = sampler.sample(n, generator=torch.Generator().manual_seed(1)).time
+    assert time.shape == (n,)
+    assert time.dtype == torch.float64
+    drawn = torch.bincount((time * T).floor().long(), minlength=T).cumsum(0) / n
+    distance = (drawn - log_pmf(sampler).exp().cumsum(0)).abs().max().item()
+    # Kolmogorov: P(√n·D > 1.95) = 0.001
+    assert distance * math.sqrt(n) < 1.95
+
+
+@pytest.mark.parametrize("sampler", [s for s in CONTRACT if isinstance(s, nc.Density)], ids=repr)
+def test_draws_follow_the_density_within_the_steps_too(sampler):
+    time = sampler.sample(100_000, generator=torch.Generator().manual_seed(2)).time
+    result = scipy.stats.kstest(time.numpy(), lambda u: sampler.cdf(torch.as_tensor(u)).numpy())
+    assert result.pvalue > 0.001
+
+
+@every_sampler
+def test_stratified_uniforms_give_quantiles(sampler):
+    """With one uniform in the middle of each of n strata, the share of draws in each step is off by at most the two ends of each part."""
+    n = 100_000
+    time = sampler.sample(n, uniforms=(torch.arange(n, dtype=torch.float64) + 0.5) / n).time
+    share = torch.bincount((time * T).floor().long(), minlength=T) / n
+    parts = 4  # a blend of blends draws from three parts, SpeeD's dual from two
+    assert (share - log_pmf(sampler).exp()).abs().max() < parts / n
+
+
+@every_sampler
+def test_log_prob_of_a_draw_is_log_prob_at_its_time(sampler):
+    draw = sampler.sample(1000, generator=torch.Generator().manual_seed(0))
+    # Mode knows v and does not invert it again; bisection leaves one bit
+    assert torch.allclose(draw.log_prob, sampler.log_prob(draw.time), rtol=0, atol=1e-9)
+
+
+@every_sampler
+def test_the_ends_of_time(sampler):
+    ends = torch.tensor([0.0, BELOW_ONE], dtype=torch.float64)
+    drawn = sampler.sample(2, uniforms=ends).time
+    assert ((drawn >= 0) & (drawn < 1)).all()
+    lo, hi = sampler.support
+    assert (drawn >= lo - 1e-12).all()
+    assert (drawn <= hi).all()
+    log_prob = sampler.log_prob(torch.cat([ends, ends.float().clamp(max=1 - 2**-24).double()]))
+    assert not log_prob.isnan().any()
+    if (lo, hi) == (0.0, 1.0):
+        assert log_prob.isfinite().all()
+
+
+@every_sampler
+def test_every_time_in_the_support_can_be_drawn(sampler):
+    inside = cells_inside(sampler)
+    assert (log_pmf(sampler)[inside] >= math.log(TINY) - 1e-6).all()
+    assert sampler.log_prob((torch.arange(T, dtype=torch.float64)[inside] + 0.5) / T).isfinite().all()
+
+
+@every_sampler
+def test_the_mean_of_base_over_p_is_the_base_on_the_support(sampler):
+    """By quadrature: Σ_t p_t·(1/T)/p_t over the support; 1 for a density that reaches everything."""
+    inside = cells_inside(sampler)
+    pmf = log_pmf(sampler).exp()[inside]
+    ratio = (-math.log(T) - log_pmf(sampler)[inside]).exp()
+    lo, hi = sampler.support
+    assert (pmf * ratio).sum().item() == pytest.approx(hi - lo, abs=1.01 / T if (lo, hi) != (0.0, 1.0) else 1e-9)
+
+
+@every_sampler
+def test_same_generator_same_draws(sampler):
+    first, second, other = (sampler.sample(50, generator=torch.Generator().manual_seed(seed)).time for seed in (3, 3, 4))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+@every_sampler
+def test_repr_rebuilds_and_state_round_trips(sampler):
+    again = eval(repr(sampler), {**vars(nc.schedules), **vars(nc)})
+    assert again == sampler
+    again.load_state_dict(sampler.state_dict())
+    again.advance(4)
+    uniforms = torch.rand(20, dtype=torch.float64)
+    assert torch.equal(again.sample(20, uniforms=uniforms).time, sampler.sample(20, uniforms=uniforms).time)
+    with pytest.raises(ValueError, match="state"):
+        again.load_state_dict({"nonsense": 1})
+
+
+@every_sampler
+def test_times_on_other_devices_stay_there(sampler):
+    draw = sampler.sample(4, uniforms=torch.empty(4, device="meta", dtype=torch.float64))
+    assert draw.time.device.type == draw.log_prob.device.type == "meta"
+
+
+@every_sampler
+def test_every_sampler_satisfies_the_protocol_and_is_bound_by_a_clock(sampler):
+    assert isinstance(sampler, nc.Sampler)
+    schedule = next((s for s in (EDM, FLOW, COSINE, ZERO) if repr(s) in repr(sampler)), LINEAR)
+    batch = nc.Clock(schedule, sampler, correct="none").draw(torch.zeros(8, 2))
+    assert ((batch.time >= 0) & (batch.time < 1)).all()
+
+
+# --- each density against its closed form ----------------------------------------------------------------------------------------------
+
+
+def test_beta_against_scipy():
+    """The stated error of the table, 1e-7, over the stated range of parameters; cdf and density are exact."""
+    v = torch.linspace(0.0005, 0.9995, 4000, dtype=torch.float64)
+    for a in (0.5, 0.8, 1.0, 2.0, 7.5, 20.0):
+        for b in (0.5, 1.0, 3.0, 20.0):
+            exact = scipy.stats.beta(a, b)
+            beta = nc.Beta(a, b)
+            assert np.abs(beta.icdf(v).numpy() - exact.ppf(v.numpy())).max() < 1e-7
+            assert np.abs(beta.cdf(v).numpy() - exact.cdf(v.numpy())).max() < 1e-12
+            assert np.allclose(beta.log_prob(v).numpy(), exact.logpdf(v.numpy()), rtol=1e-11, atol=1e-11)
+
+
+def test_beta_tail_keeps_its_digits():
+    lo = torch.tensor([1 - 1e-3], dtype=torch.float64)
+    mass = nc.Beta(2.0, 9.0).mass(lo, torch.ones_like(lo))
+    assert mass.item() == pytest.approx(scipy.stats.beta(2, 9).sf(1 - 1e-3), rel=1e-9)
+
+
+def test_logit_normal_is_sd3s():
+    z = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u = nc.LogitNormal(0.3, 1.4).icdf(torch.special.ndtr(z))
+    assert torch.allclose(u, torch.sigmoid(0.3 + 1.4 * z), rtol=1e-10)
+
+
+def test_mode_is_the_published_map_from_the_other_end():
+    v = torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    published = 1 - v - 1.29 * (torch.cos(math.pi / 2 * v) ** 2 - 1 + v)
+    assert torch.allclose(nc.Mode().icdf(1 - v), published, rtol=0, atol=1e-14)
+
+
+def test_cosmap_density():
+    u = torch.linspace(0, 0.999, 50, dtype=torch.float64)
+    assert torch.allclose(nc.CosMap().log_prob(u).exp(), 2 / (math.pi - 2 * math.pi * u + 2 * math.pi * u**2), rtol=1e-13)
+
+
+def test_edm_log_normal_is_a_normal_in_log_sigma():
+    time = nc.LogNormal(schedule=EDM).sample(100_000, generator=torch.Generator().manual_seed(0)).time
+    log_sigma = -EDM.log_snr(time).numpy() / 2
+    lo, hi = (math.log(0.002) + 1.2) / 1.2, (math.log(80) + 1.2) / 1.2
+    assert scipy.stats.kstest(log_sigma, scipy.stats.truncnorm(lo, hi, loc=-1.2, scale=1.2).cdf).pvalue > 0.001
+
+
+def test_log_snr_normal_far_in_either_tail_is_still_exact():
+    """All of the schedule lies 10 or more standard deviations from the mean."""
+    for mean in (-30.0, 30.0):
+        sampler = nc.LogSNRNormal(mean=mean, std=1.5, schedule=EDM)
+        v = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+        assert torch.allclose(sampler.cdf(sampler.icdf(v)), v, rtol=0, atol=1e-6)
+
+
+def test_log_snr_normal_on_steps_gives_each_step_its_nearest_levels():
+    sampler = nc.LogSNRNormal(mean=0.0, std=3.0, schedule=COSINE)
+    log_snr = COSINE.log_snr(COSINE.grid()).numpy()
+    borders = (log_snr[1:] + log_snr[:-1]) / 2
+    normal = scipy.stats.norm(0, 3)
+    inner = normal.cdf(borders[:-1]) - normal.cdf(borders[1:])
+    ends = normal.cdf(2 * log_snr[0] - borders[0]) - normal.cdf(2 * log_snr[-1] - borders[-1])
+    assert np.allclose(sampler.pmf(T)[1:-1].numpy(), inner / ends, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize(("name", "tau"), [("linear", 641), ("quadratic", 828), ("cosine", 958)])
+def test_speed_as_the_paper_states_it(name, tau):
+    sampler = nc.SpeeD(schedule=nc.schedule(name))
+    assert sampler.boundary == tau
+    pmf = sampler.pmf(T)
+    assert torch.allclose(pmf[:tau], torch.full((tau,), 5 / (T + 4 * tau), dtype=torch.float64), rtol=1e-12)
+    assert torch.allclose(pmf[tau:], torch.full((T - tau,), 1 / (T + 4 * tau), dtype=torch.float64), rtol=1e-12)
+
+
+def test_speed_as_released():
+    """11 : 10 : 1 over steps up to 357, up to 638 and in the tail, with 5.1 % of the mass from step 642 on."""
+    sampler = nc.SpeeD(variant="released", schedule=LINEAR)
+    pmf = sampler.pmf(T).numpy()
+    ratio = pmf / pmf[-1]
+    assert np.allclose(ratio[10:357], 11, rtol=1e-3)
+    assert np.allclose(ratio[358:636], 10, rtol=1e-3)
+    assert np.allclose(ratio[650:], 1, rtol=1e-6)
+    assert pmf[642:].sum() == pytest.approx(0.051, abs=5e-4)
+
+
+def test_speed_released_draws_are_steps_and_their_duals():
+    sampler = nc.SpeeD(variant="released", schedule=LINEAR)
+    v = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 2
+    step = (sampler.icdf(v) * T).floor()
+    dual = (sampler.icdf(v + 0.5) * T).floor()
+    assert torch.equal(dual, torch.where(step < 642, 642 - step, step - 642))
+
+
+@settings(max_examples=50, deadline=None)
+@given(k=st.floats(0.05, 20), lo=st.floats(0, 0.8), width=st.floats(0.05, 0.2), mean=st.floats(-2, 2), std=st.floats(0.2, 2))
+def test_wrappers_keep_the_inverse_the_inverse(k, lo, width, mean, std):
+    sampler = nc.Truncated(nc.Shifted(nc.LogitNormal(mean, std), k=k), lo, lo + width)
+    v = torch.linspace(0.02, 0.98, 25, dtype=torch.float64)
+    time = sampler.icdf(v)
+    assert ((time >= lo) & (time < lo + width)).all()
+    assert (time.diff() >= 0).all()
+    below, between = sampler._shares
+    # one rounding of the inner CDF, of the size of what lies below lo, is magnified by 1/between
+    assert torch.allclose(sampler.cdf(time), v, rtol=0, atol=1e-12 + 1e-14 * (below + 1) / between)
+
+
+@settings(max_examples=50, deadline=None)
+@given(floor=st.floats(0.01, 0.99), v=st.floats(0, 1, exclude_max=True))
+def test_a_mixture_draws_the_floor_from_the_lowest_uniforms(floor, v):
+    sampler = nc.Mixture(nc.Truncated(nc.Uniform(), 0.5, 1.0), nc.Truncated(nc.Uniform(), 0.0, 0.5), floor=floor)
+    time = sampler.sample(1, uniforms=torch.tensor([v], dtype=torch.float64)).time.item()
+    assert (time < 0.5) == (v < floor)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40).filter(lambda w: sum(w) > 1e-3))
+def test_cells_draw_what_they_hold(weights):
+    cells = Cells(torch.tensor(weights))
+    v = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    time = cells.icdf(v)
+    share = torch.bincount((time * len(weights)).floor().long(), minlength=len(weights)) / 4000
+    assert (share - cells.pmf).abs().max() <= 1 / 4000 + 1e-12
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert cells.mass(ends[:1], ends[1:]).item() == pytest.approx(1, abs=1e-12)
+
+
+def test_annealed_goes_from_one_to_the_other():
+    sampler = nc.Annealed(nc.Truncated(nc.Uniform(), 0.0, 0.5), start=10, stop=20)
+    late = torch.tensor([0.9], dtype=torch.float64)
+    densities = []
+    for updates in (0, 10, 15, 20, 100):
+        sampler.advance(updates)
+        densities.append(sampler.log_prob(late).exp().item())
+    assert densities == [0, 0, pytest.approx(0.5), 1, 1]
+
+
+@dataclass
+class NotADensity:
+    x: int = 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nc.sampler("unifrom"), ValueError, "unknown sampler 'unifrom'; known: annealed, beta, cosmap"),
+        (lambda: nc.sampler("speed", kk=3), TypeError, "takes no option 'kk'; allowed: k, tau, variant, schedule"),
+        (lambda: nc.sampler(3), TypeError, "got int"),
+        (lambda: nc.LogitNormal(std=0.0), ValueError, "LogitNormal: std must be positive and finite, got 0"),
+        (lambda: nc.Mode(scale=2.0), ValueError, "one to one, got 2.0"),
+        (lambda: nc.Beta(a=-1.0), ValueError, "Beta: a must be positive"),
+        (lambda: nc.Beta(b=math.inf), ValueError, "Beta: b must be positive and finite, got inf"),
+        (lambda: nc.SpeeD(k=0), ValueError, "SpeeD: k must be positive"),
+        (lambda: nc.SpeeD(variant="papper"), ValueError, "unknown SpeeD variant 'papper'; known: paper, released"),
+        (lambda: nc.SpeeD(tau="late"), ValueError, "unknown SpeeD tau 'late'; known: auto"),
+        (lambda: nc.SpeeD(tau=2000, schedule=LINEAR), ValueError, "a step from 1 to 1000, got 2000"),
+        (lambda: nc.SpeeD().sample(3), ValueError, "needs a noise schedule"),
+        (lambda: nc.LogNormal().log_prob(torch.tensor(0.5)), ValueError, "needs a noise schedule"),
+        (lambda: nc.SpeeD(schedule=LINEAR).bind(COSINE), ValueError, "was made for Linear"),
+        (lambda: nc.Shifted(nc.Uniform(), k=-1.0), ValueError, "k must be positive"),
+        (lambda: nc.Shifted(NotADensity()), TypeError, "needs a fixed density"),  # type: ignore[arg-type]
+        (lambda: nc.Truncated(nc.Uniform(), 0.7, 0.2), ValueError, "lo = 0.7, hi = 0.2"),
+        (lambda: nc.Truncated(nc.Truncated(nc.Uniform(), 0.0, 0.2), 0.5, 1.0), ValueError, "holds nothing of"),
+        (lambda: nc.Mixture(nc.Uniform(), floor=0.0), ValueError, "floor must lie between 0 and 1"),
+        (lambda: nc.Annealed(nc.Uniform(), start=5, stop=5), ValueError, "start = 5, stop = 5"),
+        (lambda: nc.Uniform().sample(0), ValueError, "at least 1, got 0"),
+        (lambda: nc.Uniform().sample(2.5), ValueError, "at least 1, got 2.5"),  # type: ignore[arg-type]
+        (lambda: nc.Uniform().sample(2, uniforms=torch.rand(3)), ValueError, r"shape \(2,\), got \(3,\)"),
+        (lambda: nc.Uniform().sample(1, uniforms=torch.tensor([1.0])), ValueError, r"\[0, 1\), got values from 1"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
