@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 import noiseclock as nc
 from noiseclock.core.samplers import TINY, Cells
-from noiseclock.core.streams import BELOW_ONE
 
+BELOW_ONE = math.nextafter(1, 0)
 T = 1000
 LINEAR, COSINE, EDM, FLOW = (nc.schedule(name) for name in ("linear", "cosine", "edm", "flow"))
 ZERO = nc.schedule("linear", zero_terminal_snr=True)
@@ -250,6 +250,8 @@ def test_log_snr_normal_far_in_either_tail_is_still_exact():
         sampler = nc.LogSNRNormal(mean=mean, std=1.5, schedule=EDM)
         v = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
         assert torch.allclose(sampler.cdf(sampler.icdf(v)), v, rtol=0, atol=1e-6)
+        on_steps = nc.LogSNRNormal(mean=mean, std=1.5, schedule=LINEAR).pmf(T)
+        assert on_steps.argmax().item() == (999 if mean < 0 else 0)
 
 
 def test_log_snr_normal_on_steps_gives_each_step_its_nearest_levels():
@@ -356,13 +358,16 @@ class NotADensity:
         (lambda: nc.LogNormal().log_prob(torch.tensor(0.5)), ValueError, "needs a noise schedule"),
         (lambda: nc.SpeeD(schedule=LINEAR).bind(COSINE), ValueError, "was made for Linear"),
         (lambda: nc.Shifted(nc.Uniform(), k=-1.0), ValueError, "k must be positive"),
-        (lambda: nc.Shifted(NotADensity()), TypeError, "needs a fixed density"),  # type: ignore[arg-type]
+        (lambda: nc.Shifted(NotADensity()), TypeError, "needs a fixed density"),
         (lambda: nc.Truncated(nc.Uniform(), 0.7, 0.2), ValueError, "lo = 0.7, hi = 0.2"),
         (lambda: nc.Truncated(nc.Truncated(nc.Uniform(), 0.0, 0.2), 0.5, 1.0), ValueError, "holds nothing of"),
+        (lambda: nc.Truncated(nc.LogitNormal(10.0, 0.1), 0.1, 0.2).sample(3), ValueError, r"no probability in \[0.1, 0.2\]"),
+        (lambda: nc.LogNormal(mean=200.0, std=0.1, schedule=EDM).sample(3), ValueError, "leaves no probability on the schedule"),
+        (lambda: nc.LogNormal(mean=200.0, std=0.1, schedule=LINEAR).sample(3), ValueError, "leaves no probability on the schedule"),
         (lambda: nc.Mixture(nc.Uniform(), floor=0.0), ValueError, "floor must lie between 0 and 1"),
         (lambda: nc.Annealed(nc.Uniform(), start=5, stop=5), ValueError, "start = 5, stop = 5"),
         (lambda: nc.Uniform().sample(0), ValueError, "at least 1, got 0"),
-        (lambda: nc.Uniform().sample(2.5), ValueError, "at least 1, got 2.5"),  # type: ignore[arg-type]
+        (lambda: nc.Uniform().sample(2.5), ValueError, "at least 1, got 2.5"),
         (lambda: nc.Uniform().sample(2, uniforms=torch.rand(3)), ValueError, r"shape \(2,\), got \(3,\)"),
         (lambda: nc.Uniform().sample(1, uniforms=torch.tensor([1.0])), ValueError, r"\[0, 1\), got values from 1"),
     ],

@@ -241,7 +241,6 @@ class Clock:
             return
         self._updates += 1
         if probe is not None:
-            self._count_skips()
             self._prober().after(probe)
             self._next_probe = self._updates - 1 + self.sampler.every
         if self.sampler.advance(self._updates) or probe is not None:
@@ -262,7 +261,10 @@ class Clock:
     @property
     def due(self) -> bool:
         """Is a probe due in this step? Never for a fixed sampler."""
-        return self.sampler.every > 0 and self._updates >= self._next_probe
+        if self.sampler.every == 0 or self._updates < self._next_probe:
+            return False
+        self._count_skips()  # a probe costs far more than this look at the device, and some updates may not have happened
+        return self._updates >= self._next_probe
 
     def probe(self) -> None:
         """Show the sampler the model before the coming update; `updated` shows it again. `draw` does this when one is due."""

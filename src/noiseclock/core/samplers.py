@@ -22,9 +22,9 @@ from torch import Tensor
 from noiseclock.core.checks import check_positive
 from noiseclock.core.normal import normal_log_prob, normal_mass
 from noiseclock.core.schedules import Array, Schedule, wide
-from noiseclock.core.streams import BELOW_ONE
+from noiseclock.core.streams import in_unit
 
-TINY = 1e-300  # the smallest probability: its logarithm is finite
+TINY = 1e-30  # the smallest probability: its logarithm is finite, in float32 too
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Density:
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         """n independent times, or those at the given `uniforms` (n,) in [0, 1); `x0` only tells the device."""
         v = take_uniforms(n, x0, uniforms, generator)
-        time = self.icdf(v).clamp(0, BELOW_ONE)
+        time = in_unit(self.icdf(v))
         return Draw(time, self.log_prob(time))
 
     def pmf(self, steps: int) -> Tensor:
@@ -155,7 +155,7 @@ def take_uniforms(n: int, x0: Tensor | None, uniforms: Tensor | None, generator:
         raise ValueError(f"the number of times to draw must be a whole number of at least 1, got {n!r}")
     if uniforms is None:
         device = generator.device if generator is not None else x0.device if x0 is not None else torch.device("cpu")
-        return torch.rand(n, generator=generator, device=device, dtype=wide(device)).clamp(max=BELOW_ONE)
+        return torch.rand(n, generator=generator, device=device, dtype=wide(device))
     if uniforms.shape != (n,):
         raise ValueError(f"uniforms must have shape ({n},), got {tuple(uniforms.shape)}")
     if uniforms.device.type == "cpu" and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
@@ -170,7 +170,7 @@ def widen(time: Tensor) -> Tensor:
 
 def inside(time: Tensor) -> Tensor:
     """Times strictly inside (0, 1), so that logarithms of densities that vanish at the ends stay finite."""
-    return widen(time).clamp(1e-100, BELOW_ONE)  # whose square is still a number
+    return in_unit(widen(time)).clamp(min=1e-18)  # whose square is a number in float32 too
 
 
 class Cells:
@@ -300,7 +300,7 @@ class Mode(Density):
 
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
-        return Draw(self.icdf(v).clamp(0, BELOW_ONE), -self._slope(v).log())  # v is at hand, so nothing needs to be inverted
+        return Draw(in_unit(self.icdf(v)), -self._slope(v).log())  # v is at hand, so nothing needs to be inverted
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class LogSNRNormal(Scheduled):
     def _ends(self) -> tuple[float, float, float]:
         """z at time 0 and at time 1, and the mass between them; Python numbers, so that no draw copies anything to its device."""
         lo, hi = self._z(torch.tensor([0.0, 1.0], dtype=torch.float64))
-        return lo.item(), hi.item(), max(normal_mass(lo, hi).item(), TINY)
+        return lo.item(), hi.item(), self._reached(normal_mass(lo, hi).item())
 
     @cached_property
     def _cells(self) -> Cells | None:
@@ -72,7 +72,13 @@ class LogSNRNormal(Scheduled):
         # the first and the last cell reach as far outwards as inwards; a last step without any signal reaches to infinity
         last = 2 * z[-1:] - middle[-1:] if z[-1].isfinite() else z[-1:]
         borders = torch.cat([2 * z[:1] - middle[:1], middle, last])
-        return Cells(normal_mass(borders[:-1], borders[1:]).clamp(min=TINY))
+        mass = normal_mass(borders[:-1], borders[1:])
+        return Cells((mass / self._reached(mass.max().item())).clamp(min=TINY))
+
+    def _reached(self, mass: float) -> float:
+        if mass == 0:
+            raise ValueError(f"{self} leaves no probability on the schedule: its noise levels lie too many standard deviations away")
+        return mass
 
     def icdf(self, v: Tensor) -> Tensor:
         if self._cells is not None:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from noiseclock.core.schedules import wide
 
-BELOW_ONE = 1 - 2**-53  # the last float64 below 1
+
+def in_unit(x: Tensor) -> Tensor:
+    """`x` clamped to [0, 1), the end excluded: rounding takes (n-1 + 0.999...)/n to 1, which would be one step too far."""
+    return x.clamp(0, 1 - torch.finfo(x.dtype).eps / 2)
 
 
 def _signed(word: int) -> int:
@@ -54,5 +57,4 @@ def stratified(key: Tensor, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
     turn = (uniform(mix(key, 0), cell) * parts).floor().long()
     stratum = cell * parts + (part + turn) % parts
     jitter = uniform(mix(key, -1), stratum)
-    # (n-1 + jitter)/n can round to 1.0, which would be one step too far
-    return ((stratum + jitter) / (n * parts)).clamp(max=BELOW_ONE)
+    return in_unit((stratum + jitter) / (n * parts))

@@ -14,7 +14,7 @@ from torch import Tensor
 from noiseclock.core.checks import check_positive
 from noiseclock.core.samplers import TINY, Density, Draw, Sampler, Uniform, take_uniforms, widen
 from noiseclock.core.schedules import Schedule, wide
-from noiseclock.core.streams import BELOW_ONE
+from noiseclock.core.streams import in_unit
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -95,11 +95,13 @@ class Truncated(Density):
         """The inner probability below lo, and between lo and hi."""
         ends = torch.tensor([0.0, self.lo, self.hi], dtype=torch.float64)
         below, between = self.sampler.mass(ends[:-1], ends[1:]).tolist()
-        return below, max(between, TINY)
+        if between <= 0:
+            raise ValueError(f"Truncated: {self.sampler} has no probability in [{self.lo}, {self.hi}]")
+        return below, between
 
     def icdf(self, v: Tensor) -> Tensor:
         below, between = self._shares
-        inner = self.sampler.icdf((below + widen(v) * between).clamp(max=BELOW_ONE))
+        inner = self.sampler.icdf(in_unit(below + widen(v) * between))
         return inner.clamp(self.lo, math.nextafter(self.hi, 0.0))  # rounding must not carry a time out of the interval
 
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
@@ -140,8 +142,8 @@ class Blend:
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
         f = self._share(v.device)
-        other = self.other.sample(n, x0=x0, uniforms=(v / f.clamp(min=TINY)).clamp(0, BELOW_ONE))
-        main = self.sampler.sample(n, x0=x0, uniforms=((v - f) / (1 - f).clamp(min=TINY)).clamp(0, BELOW_ONE))
+        other = self.other.sample(n, x0=x0, uniforms=in_unit(v / f.clamp(min=TINY)))
+        main = self.sampler.sample(n, x0=x0, uniforms=in_unit((v - f) / (1 - f).clamp(min=TINY)))
         time = torch.where(v < f, other.time, main.time)
         return Draw(time, self.log_prob(time, x0=x0))
 

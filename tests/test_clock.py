@@ -1,0 +1,557 @@
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import noiseclock as nc
+from noiseclock.core.names import SAMPLERS
+from noiseclock.core.objectives import OBJECTIVES
+from noiseclock.core.record import Record
+from noiseclock.core.samplers import Draw
+from noiseclock.core.weightings import WEIGHTINGS
+
+INNER = {"shifted", "truncated", "mixture", "annealed"}
+FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS]
+
+
+class Denoiser(nn.Module):
+    """A small model with everything that a probe could disturb: dropout and batch norm."""
+
+    def __init__(self, dim: int = 2, conditions: int = 0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(dim + 1 + conditions, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Dropout(0.5), nn.Linear(16, dim))
+
+    def forward(self, x_t, t, *conditions, label=None):
+        parts = [x_t, t[:, None].to(x_t) / 1000, *conditions, *([] if label is None else [label])]
+        return self.net(torch.cat(parts, 1))
+
+
+class Probing(nc.Uniform):
+    """A sampler that asks for a probe every third update and notes what it saw."""
+
+    every = 3
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "seen", [])
+
+    def bind(self, schedule):
+        return self
+
+    def before(self, probe):
+        time = torch.full((len(probe.x0),), 0.5)
+        self.seen.append(("before", probe.losses(time), probe.losses(time)))
+
+    def after(self, probe):
+        self.seen.append(("after", probe.losses(torch.full((len(probe.x0),), 0.5))))
+
+
+def data(n: int = 16) -> torch.Tensor:
+    return torch.randn(n, 2, generator=torch.Generator().manual_seed(0))
+
+
+# --- draw and loss -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["linear", "flow", "edm"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_batch_is_what_its_formulas_say(schedule, objective):
+    clock = nc.Clock(schedule, "uniform", objective=objective)
+    x0 = torch.randn(32, 3, 4, 4)
+    b = clock.draw(x0)
+    a, s = (c.float().reshape(-1, 1, 1, 1) for c in clock.schedule(b.time))
+    x_t = a * x0 + s * b.noise
+    assert torch.allclose(b.x_t, clock.objective.model_input(x_t, a, s), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(b.target, clock.objective.target(x0, b.noise, a, s), rtol=1e-5, atol=1e-6)
+    assert torch.equal(b.t, clock.schedule.condition(b.time))
+    prediction = torch.randn_like(x0)
+    expected = ((prediction - b.target) ** 2).flatten(1).mean(1)
+    assert torch.allclose(clock.loss(b, prediction), expected, rtol=1e-6)
+
+
+def test_gradients_flow_through_the_loss_and_not_into_the_clock():
+    clock = nc.Clock("linear", "uniform", "min-snr")
+    b = clock.draw(data())
+    prediction = torch.zeros(16, 2, requires_grad=True)
+    clock.loss(b, prediction).mean().backward()
+    expected = -2 * b.target * b.weight[:, None] / (2 * 16)
+    assert torch.allclose(prediction.grad, expected.float(), rtol=1e-5)
+    assert not b.weight.requires_grad
+    assert np.isfinite(clock.record.levels().drawn).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_any_dtype_of_data(dtype):
+    clock = nc.Clock("linear", "logit-normal", "p2")
+    b = clock.draw(data().to(dtype))
+    assert b.x_t.dtype == dtype
+    assert b.time.dtype == torch.float64
+    assert b.target.dtype == torch.promote_types(dtype, torch.float32)
+    # all 1000 steps can be reached whatever the data's dtype
+    steps = torch.cat([clock.draw(torch.zeros(1000, 1, dtype=dtype)).t for _ in range(20)])
+    assert len(steps.unique()) > 900
+
+
+def test_vectors_images_and_volumes():
+    for shape in [(4, 5), (4, 3, 8, 8), (4, 1, 4, 4, 4), (1, 7)]:
+        b = nc.Clock("cosine", "uniform").draw(torch.zeros(shape))
+        assert b.x_t.shape == b.target.shape == shape
+        assert b.t.shape == b.weight.shape == shape[:1]
+
+
+def test_given_noise_is_used():
+    noise = torch.randn(16, 2)
+    assert torch.equal(nc.Clock("linear", "uniform").draw(data(), noise=noise).target, noise)
+
+
+def test_same_seed_same_batches_and_another_seed_others():
+    first, second, other = (nc.Clock("linear", "speed", seed=seed).draw(data()) for seed in (1, 1, 2))
+    assert torch.equal(first.time, second.time)
+    assert torch.equal(first.noise, second.noise)
+    assert not torch.equal(first.time, other.time)
+    assert not torch.equal(first.noise, other.noise)
+
+
+def test_torch_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    nc.Clock("linear", "uniform").draw(data())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_micro_batches_share_the_strata_of_one_update():
+    clock = nc.Clock("flow", "uniform")
+    for _ in range(3):
+        times = torch.cat([clock.draw(data(8), micro=(i, 4)).time for i in range(4)])
+        assert (times.sort().values * 32).floor().tolist() == list(range(32))
+
+
+def test_a_short_last_batch_is_drawn_as_well():
+    clock = nc.Clock("linear", "uniform")
+    clock.draw(data(16), micro=(0, 2))
+    assert len(clock.draw(data(3), micro=(1, 2)).time) == 3
+
+
+# --- base and correction -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", FIXED, ids=repr)
+@pytest.mark.parametrize("schedule", ["linear", "flow"])
+def test_importance_weights_are_base_over_p(sampler, schedule):
+    clock = nc.Clock(schedule, sampler, correct="importance")
+    b = clock.draw(torch.zeros(500, 2))
+    log_p = clock.sampler.log_pmf(b.t, 1000) + math.log(1000) if schedule == "linear" else clock.sampler.log_prob(b.time)
+    assert torch.allclose(b.weight, (-log_p).exp(), rtol=1e-9)
+    assert torch.equal(nc.Clock(schedule, sampler, correct="none").draw(torch.zeros(500, 2)).weight, torch.ones(500, dtype=torch.float64))
+
+
+def test_corrected_losses_estimate_the_objective_that_is_meant():
+    """The mean of w·base/p·ℓ under p is the mean of w·ℓ under the base: here ℓ depends on time alone, so the truth is a sum over the steps."""
+    base = nc.Mixture(nc.LogitNormal(), floor=0.2)
+    for sampler in (nc.Uniform(), nc.SpeeD(), nc.Beta(1.5, 1.0), nc.Mixture(nc.LogitNormal(-1.0), floor=0.3)):
+        clock = nc.Clock("linear", sampler, "min-snr", base=base, correct="importance")
+        level = torch.arange(1000)
+        weight = clock.weighting(clock.schedule, clock.schedule.grid(), clock.objective)
+        truth = (base.log_pmf(level, 1000).exp() * weight * (1 + level)).sum().item()
+        b = clock.draw(torch.zeros(200_000, 1))
+        losses = clock.loss(b, b.noise + (1.0 + b.t[:, None]).sqrt()).double()
+        # stratified draws err less than independent ones, whose standard error this is
+        assert losses.mean().item() == pytest.approx(truth, abs=5 * losses.std().item() / math.sqrt(200_000))
+
+
+def test_auto_follows_the_sampler():
+    assert nc.Clock("linear", "uniform").corrected
+    assert not nc.Clock("linear", "speed").corrected
+    assert not nc.Clock("linear", nc.Mixture(nc.LogitNormal())).corrected
+    assert nc.Clock("linear", "speed", correct="importance").corrected
+
+
+# --- updates -----------------------------------------------------------------------------------------------------------------------------
+
+
+def train(clock, model, optimizer, steps, accumulate=1, scaler=None):
+    for _ in range(steps):
+        for micro in range(accumulate):
+            b = clock.draw(data(), predict=model, micro=(micro, accumulate))
+            loss = clock.loss(b, model(b.x_t, b.t)).mean() / accumulate
+            (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_updates_are_counted_under_accumulation(make):
+    model = Denoiser()
+    optimizer = make(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    train(clock, model, optimizer, steps=5, accumulate=4)
+    assert clock.updates == 5
+
+
+def test_a_closure_that_draws_many_times_is_one_update():
+    model = Denoiser()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    draws = []
+
+    def closure():
+        optimizer.zero_grad()
+        b = clock.draw(data())
+        draws.append(b.time)
+        loss = clock.loss(b, model(b.x_t, b.t)).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    assert clock.updates == 2
+    assert len(draws) > 2
+    assert not torch.equal(draws[0], draws[1])
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("probing", [False, True], ids=["fixed", "probing"])
+def test_a_step_skipped_by_a_grad_scaler_does_not_count(fused, probing):
+    model = Denoiser()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    clock = nc.Clock("linear", Probing() if probing else nc.Uniform()).attach(optimizer)
+    poisoned = {1, 3}
+    for step in range(6):
+        b = clock.draw(data(), predict=model)
+        scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
+        if step in poisoned:
+            model.net[0].weight.grad[0, 0] = math.inf
+        before = copy.deepcopy(model.state_dict())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = not torch.equal(before["net.0.weight"], model.net[0].weight)
+        assert moved == (step not in poisoned)
+    assert clock.updates == 4
+    if probing:
+        # probes are due at updates 0 and 3; nothing is ever seen "after" a step that did not happen
+        assert [entry[0] for entry in clock.sampler.seen] == ["before", "after", "before", "after"]
+
+
+def test_a_skipped_probe_step_is_probed_again():
+    model = Denoiser()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    for step in range(2):
+        b = clock.draw(data(), predict=model)
+        scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
+        if step == 0:
+            model.net[0].weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "before", "after"]
+    assert clock.updates == 1
+
+
+def test_wrapped_optimizers_are_unwrapped_and_a_second_attach_replaces_the_first():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = Denoiser()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    clock = nc.Clock("linear", "uniform").attach(Wrapper(Wrapper(first)))
+    first.step()
+    assert clock.updates == 1
+    clock.attach(second)
+    first.step()
+    second.step()
+    assert clock.updates == 2
+    with pytest.raises(TypeError, match=r"needs a torch optimiser, got dict"):
+        clock.attach({})
+
+
+def test_step_is_draw_loss_and_updated_in_one():
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock, plain = nc.Clock("linear", "uniform"), nc.Clock("linear", "uniform")
+    model.eval()
+    for attached in (False, True):
+        if attached:
+            clock.attach(optimizer)
+        with clock.step(model, data()) as losses:
+            b = plain.draw(data())
+            assert torch.equal(losses, plain.loss(b, model(b.x_t, b.t)))
+            losses.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert clock.updates == 1 + attached
+
+
+def test_an_error_inside_step_is_not_an_update():
+    clock = nc.Clock("linear", "uniform")
+    with pytest.raises(RuntimeError, match="mine"), clock.step(Denoiser(), data()):
+        raise RuntimeError("mine")
+    assert clock.updates == 0
+
+
+# --- probes ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_probes_come_before_and_after_the_update_and_leave_no_trace():
+    model = Denoiser()
+    twin = copy.deepcopy(model)
+    runs = []
+    for net, sampler in ((model, Probing()), (twin, nc.Uniform())):
+        torch.manual_seed(0)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        clock = nc.Clock("linear", sampler).attach(optimizer)
+        train(clock, net, optimizer, steps=7)
+        runs.append(net.state_dict())
+        assert net.training
+        assert all(module.training for module in net.modules())
+    # same draws, same dropout, same batch-norm buffers: the probed run is the other one, bit for bit
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+
+
+def test_probes_are_due_every_so_many_updates_with_shared_noise():
+    model = Denoiser()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    due = []
+    for _ in range(8):
+        due.append(clock.due)
+        train(clock, model, optimizer, steps=1, accumulate=2)
+    assert due == [True, False, False, True, False, False, True, False]
+    names = [entry[0] for entry in clock.sampler.seen]
+    assert names == ["before", "after"] * 3
+    for before, after in zip(clock.sampler.seen[::2], clock.sampler.seen[1::2], strict=True):
+        assert torch.equal(before[1], before[2])  # measured twice before the update: the same number, without dropout
+        assert not torch.equal(before[1], after[1])
+
+
+def test_explicit_probes_for_captured_graphs():
+    model = Denoiser()
+    clock = nc.Clock("linear", Probing())
+    clock.draw(data(), predict=model)
+    clock.updated()
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"]
+    clock.probe()
+    clock.updated(skipped=True)
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after", "before"]
+
+
+def test_a_probing_sampler_without_a_model_says_so():
+    with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
+        nc.Clock("linear", Probing()).draw(data())
+    with pytest.raises(ValueError, match="looks at the model"):
+        nc.Clock("linear", "uniform").probe()
+
+
+def test_conditioning_reaches_the_model_in_draw_step_and_probe():
+    label = torch.randn(16, 3)
+    model = Denoiser(conditions=3)
+    for cond in (label, {"label": label}):
+        clock = nc.Clock("linear", Probing())
+        b = clock.draw(data(), predict=model, cond=cond)
+        assert b.cond is cond
+        assert clock.sampler.seen[0][1].shape == (16,)
+    with nc.Clock("linear", "uniform").step(model, data(), label=label) as losses:
+        assert losses.shape == (16,)
+
+
+# --- what it shows -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_record_of_times_and_unweighted_losses():
+    clock = nc.Clock("linear", nc.Truncated(nc.Uniform(), 0.0, 0.5), "min-snr", correct="none")
+    for _ in range(50):
+        b = clock.draw(torch.zeros(100, 1))
+        # a model whose error is the time itself, so the unweighted loss is time²
+        clock.loss(b, b.noise + b.time[:, None].float())
+    levels = clock.record.levels()
+    assert levels.drawn.sum() == 5000
+    assert (levels.drawn[25:] == 0).all()
+    assert np.isnan(levels.loss[25:]).all()
+    assert np.allclose(levels.density[:25], 2, rtol=0.02)  # 100 strata on 25 bins: four draws in each, every time
+    assert np.allclose(levels.loss[:25], levels.time[:25] ** 2, atol=0.01**2 + 0.01 * 2 * levels.time[:25])
+
+
+def test_record_forgets_old_losses_and_skips_broken_ones():
+    record = Record(bins=2)
+    time = torch.tensor([0.25, 0.75])
+    for _ in range(3000):
+        record.add(time, torch.tensor([1.0, 1.0]))
+    for _ in range(3000):
+        record.add(time, torch.tensor([2.0, math.nan]))
+    levels = record.levels()
+    assert levels.loss[0] == pytest.approx(2 - math.exp(-3), abs=0.01)
+    assert levels.loss[1] == 1
+    assert levels.drawn.tolist() == [6000, 6000]
+
+
+def test_plot_data_of_a_known_case():
+    clock = nc.Clock("linear", nc.Beta(2.0, 5.0), nc.MinSNR(5.0))
+    data = clock.plot_data()
+    time = data.time
+    assert np.allclose(data.p[5:-5], 30 * time[5:-5] * (1 - time[5:-5]) ** 4, rtol=1e-2)  # the mean over a step of Beta(2, 5)
+    snr = np.exp(data.log_snr)
+    assert np.allclose(data.w, np.minimum(snr, 5) / snr)
+    assert np.allclose(data.effective, data.p * data.w)
+    assert data.p.mean() == pytest.approx(1, abs=1e-12)
+    corrected = nc.Clock("linear", nc.Beta(2.0, 5.0), nc.MinSNR(5.0), correct="importance").plot_data()
+    assert np.allclose(corrected.effective, corrected.w)
+
+
+# --- state -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", FIXED, ids=repr)
+@pytest.mark.parametrize("schedule", ["linear", "flow"])
+def test_resuming_is_bit_exact(sampler, schedule):
+    """2N steps are N, saved, loaded into a new clock, and N more: times, noise, losses and record."""
+
+    def make():
+        fresh = eval(repr(sampler), {**vars(nc.schedules), **vars(nc)})
+        return nc.Clock(schedule, fresh, nc.MinSNR(normalize=True), correct="none", seed=3)
+
+    def run(clock, steps):
+        out = []
+        for _ in range(steps):
+            b = clock.draw(data())
+            out.append(torch.stack([b.time.float(), b.noise[:, 0], clock.loss(b, b.noise * 0.9)]))
+            clock.updated()
+        return out
+
+    whole = make()
+    expected = run(whole, 10)
+    first = make()
+    part = run(first, 5)
+    state = first.state_dict()
+    second = make()
+    second.load_state_dict(copy.deepcopy(state))
+    assert second.state_dict()["updates"] == 5
+    part += run(second, 5)
+    assert all(torch.equal(x, y) for x, y in zip(part, expected, strict=True))
+    assert second.updates == whole.updates == 10
+    for x, y in zip(second.record.levels(), whole.record.levels(), strict=True):
+        assert np.array_equal(x, y, equal_nan=True)
+
+
+def test_state_survives_torch_save_and_a_second_save_before_any_draw(tmp_path):
+    clock = nc.Clock("linear", "speed")
+    clock.draw(data())
+    torch.save(clock.state_dict(), tmp_path / "state.pt")
+    again = nc.Clock("linear", "speed")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    third = nc.Clock("linear", "speed")
+    third.load_state_dict(again.state_dict())
+    b, c = clock.draw(data()), third.draw(data())
+    assert torch.equal(b.time, c.time)
+    assert torch.equal(b.noise, c.noise)
+
+
+def test_a_state_resumes_on_another_number_of_ranks():
+    saved = []
+    for rank in range(2):
+        clock = nc.Clock("linear", "uniform", rank=rank, world_size=2)
+        clock.draw(data(8))
+        saved.append((clock, clock.state_dict()))
+    one = nc.Clock("linear", "uniform")
+    one.load_state_dict(saved[0][1])
+    union = torch.cat([clock.draw(data(8)).time for clock, _ in saved]).sort().values
+    assert torch.equal(one.draw(data(16)).time.sort().values, union)
+    # every rank may load rank 0's state: the noise streams still differ
+    resumed = [nc.Clock("linear", "uniform", rank=rank, world_size=2) for rank in range(2)]
+    for clock in resumed:
+        clock.load_state_dict(saved[0][1])
+    noises = [clock.draw(data(8)).noise for clock in resumed]
+    assert not (noises[0] == noises[1]).any()
+
+
+def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
+    clock = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
+    clock.draw(data())
+    good = clock.state_dict()
+    cases = [
+        ({k: v for k, v in good.items() if k != "draws"}, "not the whole state of a Clock: draws missing"),
+        ({**good, "version": 99}, "version 99, this library reads 1"),
+        ({**good, "sampler": {"x": 1}}, "has no state, but was given"),
+        ({**good, "record": {}}, "50 bins"),
+        (nc.Clock("cosine", "speed", nc.MinSNR(5.0), seed=1).state_dict(), "its schedule is Cosine"),
+        (nc.Clock("linear", "uniform", nc.MinSNR(5.0), seed=1).state_dict(), r"its sampler is Uniform\(\)"),
+        (nc.Clock("linear", "speed", nc.MinSNR(4.0), seed=1).state_dict(), "its weighting is MinSNR.*gamma=4.0"),
+        (nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=2).state_dict(), "its seed is 2, this one's is 1"),
+    ]
+    twin = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
+    twin.draw(data())
+    for state, message in cases:
+        with pytest.raises(ValueError, match=message):
+            clock.load_state_dict(state)
+    assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
+
+
+# --- ready for capture -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", FIXED, ids=repr)
+@pytest.mark.parametrize("weighting", [make() for make in WEIGHTINGS.values()], ids=repr)
+def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weighting):
+    """On the meta device there is no data to read: `.item()`, boolean indexing and host copies raise."""
+    for schedule in ("linear", "flow"):
+        clock = nc.Clock(schedule, sampler, weighting, correct="importance")
+        x0 = torch.empty(4, 2, device="meta")
+        b = clock.draw(x0, noise=torch.empty_like(x0))
+        loss = clock.loss(b, b.x_t * 2)
+        assert loss.device.type == "meta"
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nc.Clock("linaer", "uniform"), ValueError, "unknown schedule 'linaer'"),
+        (lambda: nc.Clock("linear", "unifrom"), ValueError, "unknown sampler 'unifrom'"),
+        (lambda: nc.Clock("linear", "uniform", "snr"), ValueError, "unknown weighting 'snr'"),
+        (lambda: nc.Clock("linear", "uniform", objective="epsilon"), ValueError, "unknown objective 'epsilon'"),
+        (lambda: nc.Clock("linear", "uniform", correct="yes"), ValueError, "unknown correction 'yes'; known: auto, importance, none"),
+        (lambda: nc.Clock("linear", "speed", base="logit-normal"), ValueError, "has no effect without importance correction"),
+        (
+            lambda: nc.Clock("linear", nc.Truncated(nc.Uniform(), 0.2, 1.0)),
+            ValueError,
+            r"cannot reach all of the base: .* draws from \[0.2, 1\] only",
+        ),
+        (lambda: nc.Clock("cosine", nc.SpeeD(schedule=nc.schedule("linear"))), ValueError, "was made for Linear"),
+        (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(4, 2, dtype=torch.uint8)), TypeError, "scaled to .* got torch.uint8"),
+        (lambda: nc.Clock("linear", "uniform").draw([1.0]), TypeError, "got list"),
+        (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(4)), ValueError, r"at least one sample, got shape \(4,\)"),
+        (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(0, 3)), ValueError, r"at least one sample, got shape \(0, 3\)"),
+        (lambda: nc.Clock("linear", "uniform").draw(data(), noise=torch.zeros(3, 2)), ValueError, r"noise has shape \(3, 2\), x0 \(16, 2\)"),
+        (lambda: nc.Clock("linear", "uniform").draw(data(), micro=(4, 4)), ValueError, r"0 <= i < n, got \(4, 4\)"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_bad_call_draws_nothing():
+    clock, twin = nc.Clock("linear", "uniform"), nc.Clock("linear", "uniform")
+    with pytest.raises(ValueError, match="noise has shape"):
+        clock.draw(data(), noise=torch.zeros(1, 1))
+    assert torch.equal(clock.draw(data()).time, twin.draw(data()).time)
+
+
+def test_repr_names_its_parts():
+    text = repr(nc.Clock("flow", "logit-normal", "min-snr", "flow"))
+    assert text == (
+        "Clock(Flow(condition_scale=1.0), LogitNormal(mean=0.0, std=1.0), MinSNR(normalize=False, gamma=5.0), 'flow', base=Uniform(), "
+        "correct='none', seed=0)"
+    )
+    assert isinstance(nc.Clock("flow", "uniform").draw(data()).draw, Draw)

@@ -1,0 +1,116 @@
+"""The core's coefficients against diffusers' schedulers: same betas, same ancestral and DDIM updates."""
+
+import numpy as np
+import pytest
+import torch
+
+import noiseclock as nc
+from noiseclock.core.schedules import Discrete, Quadratic
+
+diffusers = pytest.importorskip("diffusers")
+
+CASES = {
+    "linear": {"beta_schedule": "linear"},
+    "quadratic": {"trained_betas": Quadratic().betas.astype(np.float32)},
+    "cosine": {"beta_schedule": "squaredcos_cap_v2"},
+    "scaled-linear": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def ours(name: str) -> Discrete:
+    schedule = nc.schedule(name)
+    assert isinstance(schedule, Discrete)
+    return schedule
+
+
+def sample(seed: int) -> torch.Tensor:
+    return torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@every_case
+def test_betas_and_alphas(name):
+    scheduler = diffusers.DDPMScheduler(clip_sample=False, **CASES[name])
+    for mine in (ours(name), nc.schedule(scheduler)):
+        assert isinstance(mine, Discrete)
+        assert np.abs(mine.betas - scheduler.betas.numpy()).max() < 1e-6
+        assert np.abs(mine.alphas - scheduler.alphas.numpy()).max() < 1e-6
+        # theirs is a product of up to 1000 float32 factors, each rounded at 6e-8
+        assert np.abs(mine.alpha_bar - scheduler.alphas_cumprod.numpy()).max() < 1e-6
+
+
+def in_float64(scheduler):
+    """Their formulas on their own betas, without the rounding of float32, which 1-ᾱ magnifies to 1e-3 at the first steps."""
+    scheduler.betas = scheduler.betas.double()
+    scheduler.alphas = 1 - scheduler.betas
+    scheduler.alphas_cumprod = scheduler.alphas.cumprod(0)
+    return scheduler
+
+
+@every_case
+@pytest.mark.parametrize("t", [0, 1, 10, 500, 999])
+@pytest.mark.parametrize("variance", ["fixed_large", "fixed_small"])
+def test_ancestral_update(name, t, variance):
+    scheduler = in_float64(diffusers.DDPMScheduler(clip_sample=False, variance_type=variance, **CASES[name]))
+    x_t, eps = sample(0), sample(1)
+    theirs = scheduler.step(eps, t, x_t, generator=torch.Generator().manual_seed(2)).prev_sample
+
+    schedule = nc.schedule(scheduler)
+    assert isinstance(schedule, Discrete)
+    time = schedule.time_of(torch.tensor([t]))
+    a, s = (c.reshape(1, 1, 1, 1) for c in schedule(time))
+    posterior = schedule.posterior(time)
+    mine = posterior.x0 * nc.objective("eps").to_x0(eps, x_t, a, s) + posterior.x_t * x_t
+    if t > 0:
+        noise = torch.randn(x_t.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        mine = mine + (posterior.large if variance == "fixed_large" else posterior.variance).sqrt() * noise
+    assert (mine - theirs).abs().max() < 1e-6
+
+
+@every_case
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+def test_ddim_update(name, prediction_type):
+    scheduler = diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False, prediction_type=prediction_type, **CASES[name])
+    in_float64(scheduler).set_timesteps(50)
+    x_t, output = sample(0), sample(1)
+    schedule = nc.schedule(scheduler)
+    assert isinstance(schedule, Discrete)
+    objective = nc.objective({"epsilon": "eps", "sample": "x0", "v_prediction": "v"}[prediction_type])
+    for t in (20, 480, 960):
+        theirs = scheduler.step(output, t, x_t).prev_sample
+        a, s = (c.reshape(1, 1, 1, 1) for c in schedule(schedule.time_of(torch.tensor([t]))))
+        b, r = (c.reshape(1, 1, 1, 1) for c in schedule(schedule.time_of(torch.tensor([t - 20]))))
+        mine = b * objective.to_x0(output, x_t, a, s) + r * objective.to_eps(output, x_t, a, s)
+        assert (mine - theirs).abs().max() < 1e-6
+
+
+@every_case
+def test_noised_samples_and_velocity_targets(name):
+    scheduler = diffusers.DDPMScheduler(**CASES[name])
+    clock = nc.Clock(ours(name), "uniform", objective="v")
+    x0 = torch.randn(16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    batch = clock.draw(x0)
+    assert torch.allclose(batch.x_t, scheduler.add_noise(x0, batch.noise, batch.t), rtol=0, atol=3e-6)
+    assert torch.allclose(batch.target, scheduler.get_velocity(x0, batch.noise, batch.t), rtol=0, atol=3e-6)
+
+
+def test_zero_terminal_snr():
+    scheduler = diffusers.DDPMScheduler(rescale_betas_zero_snr=True)
+    mine = nc.schedule("linear", zero_terminal_snr=True)
+    assert isinstance(mine, Discrete)
+    assert np.abs(mine.betas - scheduler.betas.numpy()).max() < 1e-5  # a ratio of two float32 products there
+    read = nc.schedule(scheduler)
+    assert isinstance(read, Discrete)
+    assert read.alpha_bar[-1] < 1e-12
+
+
+def test_other_families_of_schedulers_are_recognised():
+    edm = nc.schedule(diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50.0))
+    assert edm == nc.schedule("edm", sigma_min=0.01, sigma_max=50.0)
+    flow = nc.schedule(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))
+    assert flow == nc.schedule("flow", condition_scale=1000.0)
+    # what its model is told is 1000·σ, and x_t = (1-σ)·x0 + σ·eps
+    time = torch.tensor([0.25, 0.5])
+    assert flow.condition(time).tolist() == [250.0, 500.0]
+    for scheduler in (diffusers.DDIMScheduler(), diffusers.EulerDiscreteScheduler(), diffusers.DPMSolverMultistepScheduler()):
+        assert nc.schedule(scheduler).steps == 1000

@@ -1,0 +1,61 @@
+"""Imports go one way, and the core is light."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import noiseclock
+
+ROOT = Path(noiseclock.__file__).parent
+# what each room may import of ours; the package's own __init__ opens the door to the core
+ALLOWED = {"core": {"core"}, "lab": {"core", "lab"}, "integrations": {"core", "integrations"}, "cli.py": {"core", "lab"}, "__init__.py": {"core"}}
+CORE_OUTSIDE = {"torch", "numpy"}
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # `from noiseclock.core import names` names a module too
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    room = path.relative_to(ROOT).parts[0]
+    for name in imports(path):
+        parts = name.split(".")
+        assert parts[0] != "torchvision"
+        if parts[0] == "noiseclock":
+            assert parts[1] in ALLOWED[room], f"{path.name} imports {name}"
+        elif room in ("core", "__init__.py"):
+            assert parts[0] in CORE_OUTSIDE or parts[0] in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def test_import_loads_nothing_but_torch_numpy_and_what_they_bring():
+    script = """
+import sys, json
+import torch, numpy, torch.distributed
+before = {name.split(".")[0] for name in sys.modules}
+import noiseclock
+noiseclock.Clock("linear", "uniform").draw(torch.zeros(2, 2))
+after = {name.split(".")[0] for name in sys.modules}
+print(json.dumps(sorted(after - before)))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    new = set(json.loads(result.stdout)) - set(sys.stdlib_module_names)
+    assert new == {"noiseclock"}
+
+
+def test_everything_exported_exists_and_is_documented():
+    for name in noiseclock.__all__:
+        assert getattr(noiseclock, name).__doc__, name
+    assert sorted(noiseclock.__all__) == sorted(set(noiseclock.__all__))

@@ -1,0 +1,100 @@
+import math
+
+import pytest
+import scipy.stats
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings, strategies as st
+
+import noiseclock as nc
+from noiseclock.core.streams import in_unit, mix, stratified, uniform
+
+KEY = torch.tensor(1234567, dtype=torch.int64)
+
+
+def splitmix64(state: int) -> int:
+    """The finaliser in Python integers, as published."""
+    mask = 2**64 - 1
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    return state ^ (state >> 31)
+
+
+def test_bits_are_splitmix64():
+    index = torch.arange(1000)
+    expected = [splitmix64((1234567 + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i in range(1000)]
+    assert [value % 2**64 for value in mix(KEY, index).tolist()] == expected
+    assert [mix(KEY, i).item() % 2**64 for i in (0, 7, 999)] == [expected[i] for i in (0, 7, 999)]
+
+
+def test_uniforms_are_uniform_and_uncorrelated_between_keys_and_neighbours():
+    n = 200_000
+    first, second = uniform(KEY, torch.arange(n)), uniform(mix(KEY, 0), torch.arange(n))
+    for values in (first, second):
+        assert scipy.stats.kstest(values.numpy(), "uniform").pvalue > 0.001
+        assert ((values >= 0) & (values < 1)).all()
+    for x, y in ((first, second), (first[1:], first[:-1])):
+        assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1].item()) < 4 / math.sqrt(n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(-(2**62), 2**62))
+def test_parts_share_the_strata_of_one_global_draw(n, parts, seed):
+    key = torch.tensor(seed)
+    together = torch.cat([stratified(key, n, part=part, parts=parts) for part in range(parts)])
+    alone = stratified(key, n * parts)
+    assert torch.equal(together.sort().values, alone.sort().values)
+    # one value in each stratum of the whole, and in each part one in each of its own n strata
+    assert (alone.sort().values * n * parts).floor().tolist() == list(range(n * parts))
+    assert (stratified(key, n, part=parts - 1, parts=parts).sort().values * n).floor().tolist() == list(range(n))
+
+
+def test_every_place_and_every_part_sees_all_times():
+    """Over 4000 draws each place of each of 3 parts is uniform on [0, 1), low and high ends of its cells alike."""
+    draws = torch.stack([torch.stack([stratified(mix(KEY, i), 4, part=part, parts=3) for part in range(3)]) for i in range(4000)])
+    for part in range(3):
+        for place in range(4):
+            assert scipy.stats.kstest(draws[:, part, place].numpy(), "uniform").pvalue > 0.001
+
+
+def test_the_last_stratum_stays_below_one():
+    """(i + U)/n rounds to 1 in floating point when U is close enough to 1."""
+    assert (2 + math.nextafter(1, 0)) / 3 == 1.0
+    for dtype in (torch.float32, torch.float64):
+        assert in_unit(torch.tensor([1.0, 2.0, -1.0], dtype=dtype)).tolist() == [1 - torch.finfo(dtype).eps / 2] * 2 + [0.0]
+    assert (stratified(KEY, 100_000) < 1).all()
+
+
+def _times(rank: int, world_size: int, batch: int, micros: int, port: int, results) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        clock = nc.Clock("linear", "speed", seed=5)
+        batches = [clock.draw(torch.zeros(batch, 2), micro=(i, micros)) for _ in range(3) for i in range(micros)]
+        results[rank] = (torch.stack([b.time for b in batches]), torch.stack([b.noise for b in batches]))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_draw_disjoint_strata_of_the_single_process_draw(free_port):
+    """Over gloo, with two micro-batches each: the union of 2 ranks × 2 micro-batches of 8 is what one process draws at once for 32."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_times, args=(2, 8, 2, free_port, results), nprocs=2)
+        times, noises = zip(*(results[rank] for rank in range(2)), strict=True)
+    alone = nc.Clock("linear", "speed", seed=5)
+    for update in range(3):
+        union = torch.cat([rank[2 * update : 2 * update + 2].flatten() for rank in times]).sort().values
+        assert torch.equal(union, alone.draw(torch.zeros(32, 2)).time.sort().values)
+    assert not (noises[0] == noises[1]).any()
+
+
+def test_rank_and_world_size_can_be_given():
+    ranks = [nc.Clock("flow", "uniform", rank=rank, world_size=2).draw(torch.zeros(8, 2)) for rank in range(2)]
+    union = torch.cat([batch.time for batch in ranks]).sort().values
+    assert torch.equal(union, nc.Clock("flow", "uniform").draw(torch.zeros(16, 2)).time.sort().values)
+    assert not (ranks[0].noise == ranks[1].noise).any()
+    with pytest.raises(ValueError, match="go together"):
+        nc.Clock("flow", "uniform", rank=1)
+    with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1, got 2"):
+        nc.Clock("flow", "uniform", rank=2, world_size=2)
