@@ -8,51 +8,56 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings, strategies as st
 
 import noiseclock as nc
-from noiseclock.core.streams import in_unit, mix, stratified, uniform
+from noiseclock.core.streams import finalize, in_unit, places, stratified, uniform
 
-KEY = torch.tensor(1234567, dtype=torch.int64)
+SEED = 1234567
 
 
 def splitmix64(state: int) -> int:
-    """The finaliser in Python integers, as published."""
-    mask = 2**64 - 1
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+    """The published generator's output for one state, in Python integers."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
     return state ^ (state >> 31)
 
 
-def test_bits_are_splitmix64():
-    index = torch.arange(1000)
-    expected = [splitmix64((1234567 + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i in range(1000)]
-    assert [value % 2**64 for value in mix(KEY, index).tolist()] == expected
-    assert [mix(KEY, i).item() % 2**64 for i in (0, 7, 999)] == [expected[i] for i in (0, 7, 999)]
+def draw(number: int) -> torch.Tensor:
+    return torch.tensor(number)
 
 
-def test_uniforms_are_uniform_and_uncorrelated_between_keys_and_neighbours():
+def test_uniforms_are_splitmix64():
+    """The first n places of a draw are n consecutive outputs of the published generator, whose known first output for state 0 is checked too."""
+    assert finalize(0x9E3779B97F4A7C15) == splitmix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    start = (finalize(SEED) + 5 * 2**32 * 0x9E3779B97F4A7C15) % 2**64
+    expected = [(splitmix64((start + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11) * 2.0**-53 for i in range(300)]
+    assert uniform(places(SEED, 100, 0, 1, torch.device("cpu")), draw(5)).tolist() == expected
+
+
+def test_uniforms_are_uniform_and_uncorrelated_between_draws_seeds_and_neighbours():
     n = 200_000
-    first, second = uniform(KEY, torch.arange(n)), uniform(mix(KEY, 0), torch.arange(n))
-    for values in (first, second):
+    start = places(SEED, n, 0, 1, torch.device("cpu"))
+    first, second = uniform(start, draw(1))[:n], uniform(start, draw(2))[:n]
+    third = uniform(places(SEED + 1, n, 0, 1, torch.device("cpu")), draw(1))[:n]
+    for values in (first, second, third):
         assert scipy.stats.kstest(values.numpy(), "uniform").pvalue > 0.001
-        assert ((values >= 0) & (values < 1)).all()
-    for x, y in ((first, second), (first[1:], first[:-1])):
+    for x, y in ((first, second), (first, third), (first[1:], first[:-1])):
         assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1].item()) < 4 / math.sqrt(n)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(-(2**62), 2**62))
-def test_parts_share_the_strata_of_one_global_draw(n, parts, seed):
-    key = torch.tensor(seed)
-    together = torch.cat([stratified(key, n, part=part, parts=parts) for part in range(parts)])
-    alone = stratified(key, n * parts)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(-(2**70), 2**70), st.integers(0, 2**31))
+def test_parts_share_the_strata_of_one_global_draw(n, parts, seed, number):
+    together = torch.cat([stratified(seed, draw(number), n, part=part, parts=parts) for part in range(parts)])
+    alone = stratified(seed, draw(number), n * parts)
     assert torch.equal(together.sort().values, alone.sort().values)
     # one value in each stratum of the whole, and in each part one in each of its own n strata
     assert (alone.sort().values * n * parts).floor().tolist() == list(range(n * parts))
-    assert (stratified(key, n, part=parts - 1, parts=parts).sort().values * n).floor().tolist() == list(range(n))
+    last = stratified(seed, draw(number), n, part=parts - 1, parts=parts)
+    assert (last.sort().values * n).floor().tolist() == list(range(n))
 
 
 def test_every_place_and_every_part_sees_all_times():
     """Over 4000 draws each place of each of 3 parts is uniform on [0, 1), low and high ends of its cells alike."""
-    draws = torch.stack([torch.stack([stratified(mix(KEY, i), 4, part=part, parts=3) for part in range(3)]) for i in range(4000)])
+    draws = torch.stack([torch.stack([stratified(SEED, draw(i), 4, part=part, parts=3) for part in range(3)]) for i in range(4000)])
     for part in range(3):
         for place in range(4):
             assert scipy.stats.kstest(draws[:, part, place].numpy(), "uniform").pvalue > 0.001
@@ -63,7 +68,7 @@ def test_the_last_stratum_stays_below_one():
     assert (2 + math.nextafter(1, 0)) / 3 == 1.0
     for dtype in (torch.float32, torch.float64):
         assert in_unit(torch.tensor([1.0, 2.0, -1.0], dtype=dtype)).tolist() == [1 - torch.finfo(dtype).eps / 2] * 2 + [0.0]
-    assert (stratified(KEY, 100_000) < 1).all()
+    assert (stratified(SEED, draw(0), 100_000) < 1).all()
 
 
 def _times(rank: int, world_size: int, batch: int, micros: int, port: int, results) -> None:

@@ -25,7 +25,7 @@ from noiseclock.core.probes import Predict, Probe, Probing, call, noised
 from noiseclock.core.record import Record
 from noiseclock.core.samplers import Draw, Sampler, Uniform
 from noiseclock.core.schedules import Array, Discrete, Schedule, schedule as make_schedule, wide
-from noiseclock.core.streams import mix, stratified
+from noiseclock.core.streams import finalize, stratified
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
 
 VERSION = 1  # of the state; raised when an older one can no longer be read
@@ -144,9 +144,9 @@ class Clock:
         that the times are stratified over all of them.
         """
         self._check_draw(x0, noise, micro)
-        key = self._next_key(x0.device, first=micro[0] == 0)
         rank, world_size = self._place()
-        uniforms = stratified(key, len(x0), part=micro[0] * world_size + rank, parts=micro[1] * world_size)
+        this = self._next_draw(x0.device, first=micro[0] == 0)
+        uniforms = stratified(self.seed, this, len(x0), part=micro[0] * world_size + rank, parts=micro[1] * world_size)
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
         if noise is None:
             kind = torch.promote_types(x0.dtype, torch.float32)
@@ -182,7 +182,7 @@ class Clock:
         weight = self.weighting(self.schedule, draw.time, self.objective)
         if self.weighting.normalize:
             weight = weight / self._mean(draw.time.device)
-        return weight * self._correction(draw, x0) if self.corrected else weight
+        return weight * self._correction(draw, x0) if self.corrected and self.sampler != self.base else weight
 
     def _correction(self, draw: Draw, x0: Tensor | None) -> Tensor:
         """base/p: of the step's probabilities on discrete steps, of the densities in continuous time."""
@@ -363,13 +363,13 @@ class Clock:
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
 
-    def _next_key(self, device: torch.device, *, first: bool) -> Tensor:
-        """The random key of this update's times, the same on every rank. Micro-batches share it: only the first one moves on."""
+    def _next_draw(self, device: torch.device, *, first: bool) -> Tensor:
+        """The number of this draw, the same on every rank. Micro-batches of one update share it: only the first one moves on."""
         if self._draws.device != device:
             self._draws = self._draws.to(device)
         if first:
             self._draws += 1
-        return mix(mix(torch.full_like(self._draws, self.seed), 0), self._draws)
+        return self._draws
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """This rank's stream of noise."""
@@ -380,8 +380,7 @@ class Clock:
             if saved is not None and (saved["device"], saved["rank"], saved["world_size"]) == (device.type, rank, world_size):
                 self._noise.set_state(saved["state"].cpu())
             else:
-                stream = mix(mix(torch.tensor(self.seed), 1 + rank), int(self._draws))
-                self._noise.manual_seed(int(stream) & (2**63 - 1))
+                self._noise.manual_seed(finalize(finalize(finalize(self.seed) + 1 + rank) + int(self._draws)) // 2)
         return self._noise
 
     @staticmethod

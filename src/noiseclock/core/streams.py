@@ -7,10 +7,18 @@ one to a tensor.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from noiseclock.core.schedules import wide
+
+WORD = 2**64
+GOLDEN = 0x9E3779B97F4A7C15
+MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+# Positions of one draw are counted in the lower 32 bits, draws above them: no two draws share a position.
+PER_DRAW = 2**32
 
 
 def in_unit(x: Tensor) -> Tensor:
@@ -18,12 +26,18 @@ def in_unit(x: Tensor) -> Tensor:
     return x.clamp(0, 1 - torch.finfo(x.dtype).eps / 2)
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+def signed(word: int) -> int:
+    """A 64-bit word as torch's int64 holds it."""
+    word %= WORD
+    return word - WORD if word >= WORD // 2 else word
 
 
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+def finalize(word: int) -> int:
+    """splitmix64's mixing of one word."""
+    word %= WORD
+    word = (word ^ (word >> 30)) * MIX[0] % WORD
+    word = (word ^ (word >> 27)) * MIX[1] % WORD
+    return word ^ (word >> 31)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -31,30 +45,38 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def mix(key: Tensor, index: Tensor | int) -> Tensor:
-    """64 well-mixed bits for each (key, index), int64."""
-    x = key + ((index + 1) * GOLDEN if isinstance(index, Tensor) else _signed((index + 1) * GOLDEN % 2**64))
-    x = (x ^ _shift(x, 30)) * MIX[0]
-    x = (x ^ _shift(x, 27)) * MIX[1]
+def _finalize(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * signed(MIX[0])
+    x = (x ^ _shift(x, 27)) * signed(MIX[1])
     return x ^ _shift(x, 31)
 
 
-def uniform(key: Tensor, index: Tensor) -> Tensor:
-    """Uniform on [0, 1) for each index, float64 (24 random bits where the device has float32 only)."""
-    bits = 53 if wide(index.device) is torch.float64 else 24
-    return _shift(mix(key, index), 64 - bits).to(wide(index.device)) * 2.0**-bits
+def uniform(start: Tensor, draw: Tensor) -> Tensor:
+    """Uniforms on [0, 1) at the places whose Weyl words are `start`, in draw number `draw`; float64, 24 bits of it where there is no float64."""
+    word = _finalize(start + draw * signed(PER_DRAW * GOLDEN))
+    bits = 53 if wide(start.device) is torch.float64 else 24
+    return _shift(word, 64 - bits).to(wide(start.device)) * 2.0**-bits
 
 
-def stratified(key: Tensor, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
-    """(n,) uniforms: part `part` of a global batch of n·parts values, one in each of its n·parts strata.
+@lru_cache(maxsize=64)
+def places(seed: int, n: int, part: int, parts: int, device: torch.device) -> Tensor:
+    """The Weyl words of what one part needs: a jitter for each of the n·parts strata, n turns that all parts share, its own n for the order."""
+    strata = n * parts
+    index = torch.cat([torch.arange(strata + n), torch.arange(n) + (strata + n * (1 + part))])
+    return ((index + 1) * signed(GOLDEN) + signed(finalize(seed))).to(device)
 
-    The value in a stratum depends on the key and the stratum alone, so the union over all parts is the draw of a single part of size n·parts.
-    Each part holds one stratum out of every n-th of the range, so it is itself stratified; which one, and in which order, is random, so that
-    no rank and no place in the batch sees the low end of its cell only.
+
+def stratified(seed: int, draw: Tensor, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
+    """(n,) uniforms: part `part` of a global batch of n·parts values, one in each of its n·parts strata; `draw` is a 0-d int64 tensor.
+
+    The value in a stratum depends on (seed, draw) and the stratum alone, so the union over all parts is the draw of a single part of size
+    n·parts. Each part holds one stratum out of every n-th of the range, so it is itself stratified; which one, and in which order, is random,
+    so that no rank and no place in the batch sees the low end of its cell only.
     """
-    place = torch.arange(n, device=key.device)
-    cell = torch.argsort(uniform(mix(key, 1 + part), place))
-    turn = (uniform(mix(key, 0), cell) * parts).floor().long()
-    stratum = cell * parts + (part + turn) % parts
-    jitter = uniform(mix(key, -1), stratum)
-    return in_unit((stratum + jitter) / (n * parts))
+    strata = n * parts
+    random = uniform(places(seed, n, part, parts, draw.device), draw)
+    jitter, turn, order = random[:strata], random[strata:-n], random[-n:]
+    stratum = order.argsort()
+    if parts > 1:
+        stratum = stratum * parts + (part + (turn[stratum] * parts).long()) % parts
+    return in_unit((stratum + jitter[stratum]) / strata)

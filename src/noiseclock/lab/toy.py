@@ -38,11 +38,11 @@ class GaussianMixture:
         """(n, D) the best prediction of the noise, E[eps | x_t]."""
         return (x_t - a * self.posterior(x_t, a, s)[0]) / s
 
-    def least_loss(self, a: float, s: float, points: int = 161) -> float:
+    def least_loss(self, a: float, s: float, points: int = 81) -> float:
         """The least possible eps loss, E‖eps - E[eps|x_t]‖²/D, at one noise level; two dimensions, by the trapezoidal rule.
 
-        The rule converges exponentially for such integrands: at ten or more points per standard deviation of x_t it is exact to rounding, so
-        each Gaussian gets a grid of its own, eight standard deviations wide on each side.
+        The rule converges exponentially for such integrands: at five points per standard deviation of x_t it is exact to rounding. So each
+        Gaussian gets a grid of its own, eight standard deviations wide on each side.
         """
         if self.means.shape[1] != 2:
             raise ValueError(f"the integral is written for two dimensions, got {self.means.shape[1]}")
