@@ -150,7 +150,7 @@ class Clock:
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
         if noise is None:
             kind = torch.promote_types(x0.dtype, torch.float32)
-            noise = torch.randn(x0.shape, generator=self._generator(x0.device), device=x0.device, dtype=kind)
+            noise = torch.randn(x0.shape, generator=self.generator(x0.device), device=x0.device, dtype=kind)
         x_t, target = noised(self.schedule, self.objective, x0, noise, draw.time)
         weight = self._weight(draw, x0)
         if predict is not None:
@@ -371,8 +371,8 @@ class Clock:
             self._draws += 1
         return self._draws
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """This rank's stream of noise."""
+    def generator(self, device: torch.device) -> torch.Generator:
+        """This rank's stream of noise. A CUDA graph that captures `draw` must know it: `graph.register_generator_state(...)`."""
         if self._noise is None or self._noise.device != device:
             rank, world_size = self._place()
             self._noise = torch.Generator(device)
