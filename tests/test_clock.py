@@ -1,4 +1,5 @@
 import copy
+import functools
 import math
 
 import numpy as np
@@ -10,7 +11,6 @@ import noiseclock as nc
 from noiseclock.core.names import SAMPLERS
 from noiseclock.core.objectives import OBJECTIVES
 from noiseclock.core.record import Record
-from noiseclock.core.samplers import Draw
 from noiseclock.core.weightings import WEIGHTINGS
 
 INNER = {"shifted", "truncated", "mixture", "annealed"}
@@ -29,23 +29,29 @@ class Denoiser(nn.Module):
         return self.net(torch.cat(parts, 1))
 
 
-class Probing(nc.Uniform):
-    """A sampler that asks for a probe every third update and notes what it saw."""
+class Probing(nc.Sampler):
+    """A sampler that asks for a probe every third update and notes what it saw; also the least that a user must write."""
 
     every = 3
 
     def __init__(self) -> None:
-        object.__setattr__(self, "seen", [])
+        self.seen: list[tuple] = []
 
-    def bind(self, schedule):
-        return self
+    def sample(self, n, *, x0=None, uniforms=None, generator=None):
+        return nc.Uniform().sample(n, x0=x0, uniforms=uniforms, generator=generator)
+
+    def log_prob(self, time, *, x0=None):
+        return nc.Uniform().log_prob(time)
+
+    def log_pmf(self, step, steps, *, x0=None):
+        return nc.Uniform().log_pmf(step, steps)
 
     def before(self, probe):
         time = torch.full((len(probe.x0),), 0.5)
         self.seen.append(("before", probe.losses(time), probe.losses(time)))
 
-    def after(self, probe):
-        self.seen.append(("after", probe.losses(torch.full((len(probe.x0),), 0.5))))
+    def after(self, probe, batch):
+        self.seen.append(("after", probe.losses(torch.full((len(probe.x0),), 0.5)), batch))
 
 
 def data(n: int = 16) -> torch.Tensor:
@@ -79,7 +85,7 @@ def test_gradients_flow_through_the_loss_and_not_into_the_clock():
     expected = -2 * b.target * b.weight[:, None] / (2 * 16)
     assert torch.allclose(prediction.grad, expected.float(), rtol=1e-5)
     assert not b.weight.requires_grad
-    assert np.isfinite(clock.record.levels().drawn).all()
+    assert clock.record.by_time().drawn.sum() == 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -142,8 +148,9 @@ def test_importance_weights_are_base_over_p(sampler, schedule):
     clock = nc.Clock(schedule, sampler, correct="importance")
     b = clock.draw(torch.zeros(500, 2))
     log_p = clock.sampler.log_pmf(b.t, 1000) + math.log(1000) if schedule == "linear" else clock.sampler.log_prob(b.time)
-    assert torch.allclose(b.weight, (-log_p).exp(), rtol=1e-9)
-    assert torch.equal(nc.Clock(schedule, sampler, correct="none").draw(torch.zeros(500, 2)).weight, torch.ones(500, dtype=torch.float64))
+    assert torch.allclose(b.correction, (-log_p).exp(), rtol=1e-9)
+    assert torch.allclose(clock.loss(b, b.noise + 1), b.correction.float(), rtol=1e-5)  # a loss of 1 everywhere, but for rounding
+    assert (nc.Clock(schedule, sampler, correct="none").draw(torch.zeros(500, 2)).correction == 1).all()
 
 
 def test_corrected_losses_estimate_the_objective_that_is_meant():
@@ -161,9 +168,18 @@ def test_corrected_losses_estimate_the_objective_that_is_meant():
 
 
 def test_auto_follows_the_sampler():
-    assert nc.Clock("linear", "uniform").corrected
-    assert not nc.Clock("linear", "speed").corrected
-    assert not nc.Clock("linear", nc.Mixture(nc.LogitNormal())).corrected
+    class Corrects(Probing):
+        @property
+        def corrects(self):
+            return True
+
+    for fixed in FIXED:
+        assert not nc.Clock("linear", fixed).corrected
+    shifted = nc.Clock("flow", nc.Shifted(nc.Uniform(), k=3.0))
+    assert np.allclose(shifted.plot_data().effective, shifted.plot_data().p)  # what a user who shifts means to train
+    assert nc.Clock("linear", Corrects()).corrected
+    assert nc.Clock("linear", nc.Mixture(Corrects())).corrected
+    assert not nc.Clock("linear", Corrects(), correct="none").corrected
     assert nc.Clock("linear", "speed", correct="importance").corrected
 
 
@@ -340,16 +356,179 @@ def test_explicit_probes_for_captured_graphs():
     clock.draw(data(), predict=model)
     clock.updated()
     assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"]
-    clock.probe()
+    buffer = data()
+    clock.probe(buffer, model)
+    batch = clock.draw(buffer, predict=model)
+    seen = clock.sampler.seen[-1]
+    buffer.zero_()  # a replay writes the next batch into the same memory
+    clock.updated()
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2
+    assert torch.equal(clock.sampler.seen[-1][1], seen[1])  # nothing was trained, so the model's loss on the probe's data is unchanged
+    assert clock.sampler.seen[-1][2] is batch
+    clock.probe(buffer, model)
     clock.updated(skipped=True)
-    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after", "before"]
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2 + ["before"]
 
 
 def test_a_probing_sampler_without_a_model_says_so():
     with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
         nc.Clock("linear", Probing()).draw(data())
+    with pytest.raises(ValueError, match=r"cannot find the model behind predict=.*name it: clock\.attach"):
+        nc.Clock("linear", Probing()).draw(data(), predict=torch.add)
+    # and neither call has moved the clock
+    clock, twin = nc.Clock("linear", Probing()), nc.Clock("linear", Probing())
     with pytest.raises(ValueError, match="looks at the model"):
-        nc.Clock("linear", "uniform").probe()
+        clock.draw(data())
+    model = Denoiser()
+    assert torch.equal(clock.draw(data(), predict=model).time, twin.draw(data(), predict=model).time)
+
+
+MODEL = Denoiser()
+
+
+@pytest.mark.parametrize("kind", ["module", "lambda", "global", "method", "partial", "named"])
+def test_the_model_is_found_behind_any_predict_and_left_as_it_was(kind):
+    model = MODEL if kind == "global" else Denoiser()
+    predict = {
+        "module": model,
+        "lambda": lambda x, t: model(x, t),
+        "global": lambda x, t: MODEL(x, t),
+        "method": model.forward,
+        "partial": functools.partial(Denoiser.forward, model),
+        "named": Opaque(model),
+    }[kind]
+    model.train()
+    model.net[3].eval()  # a flag that differs from its parent's must come back too
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", Probing()).attach(optimizer, model=model if kind == "named" else None)
+    clock.draw(data(), predict=predict)
+    assert torch.equal(clock.sampler.seen[0][1], clock.sampler.seen[0][2])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
+    assert not model.net[3].training
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Opaque:
+    """A callable that does not show what it calls."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, model):
+        self._call = [model]
+
+    def __call__(self, x, t):
+        return self._call[0](x, t)
+
+
+def test_a_probe_sees_the_updated_weights_under_autocast():
+    """Autocast keeps reduced copies of the weights for as long as its block lasts; a probe inside it must not read them."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
+    predict = lambda x, t: model(x)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        b = clock.draw(data(), predict=predict)
+        clock.loss(b, predict(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+    before, after = clock.sampler.seen
+    assert not torch.equal(before[1], after[1])
+
+
+def test_a_probe_runs_in_the_precision_of_training():
+    dtypes = []
+
+    class Watched(nn.Linear):
+        def forward(self, x, t):
+            out = super().forward(x)
+            dtypes.append(out.dtype)
+            return out
+
+    model = Watched(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    for _ in range(4):
+        b = clock.draw(data(), predict=model)  # outside the block, as in most loops
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = clock.loss(b, model(b.x_t, b.t)).mean()
+        loss.backward()
+        optimizer.step()
+    # the first probe begins before any training step has shown its precision, and ends as it began
+    assert dtypes[:4] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    assert set(dtypes[4:]) == {torch.bfloat16}
+
+
+def test_probes_of_many_times_come_in_chunks_of_the_batch():
+    shapes = []
+
+    class Watched(nn.Linear):
+        def forward(self, x, t, label):
+            shapes.append((x.shape, label.shape))
+            return super().forward(x) + label
+
+    model = Watched(2, 2)
+    x0, noise, label = (torch.randn(8, 2, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    schedule, objective = nc.schedule("linear"), nc.objective("eps")
+    probe = nc.Probe(model, schedule, objective, x0, {"label": label}, noise=noise)
+    time = schedule.grid()[::50]  # 20 times of one sample: three chunks, the last one filled up
+    rows, noise_rows = torch.full((20,), 3), torch.arange(20) % 8
+    losses = probe.losses(time, rows, noise_rows)
+    assert shapes == [((8, 2), (8, 2))] * 3
+    for i in (0, 7, 19):
+        a, s = schedule(time[i])
+        x_t = (a * x0[3] + s * noise[noise_rows[i]]).float()
+        expected = ((nn.functional.linear(x_t, model.weight, model.bias) + label[3] - noise[noise_rows[i]]) ** 2).mean()
+        assert losses[i].item() == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="must be as many, got 3, 8 and 8"):
+        probe.losses(time[:3])
+
+
+def test_a_blend_shows_the_model_to_its_parts():
+    sampler = nc.Mixture(Probing())
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", sampler).attach(optimizer)
+    train(clock, model, optimizer, steps=4)
+    assert [entry[0] for entry in clock.sampler.sampler.seen] == ["before", "after"] * 2
+
+
+def test_a_sampler_that_waits_for_updates_says_so_once():
+    clock = nc.Clock("linear", nc.Annealed(nc.LogitNormal()))
+    for _ in range(999):
+        clock.draw(torch.zeros(1, 1))
+    with pytest.warns(UserWarning, match="no optimiser update was seen, so Annealed stands still"):
+        clock.draw(torch.zeros(1, 1))
+    for _ in range(1100):
+        clock.draw(torch.zeros(1, 1))  # once is enough (warnings are errors here)
+    fixed = nc.Clock("linear", "uniform")
+    for _ in range(1100):
+        fixed.draw(torch.zeros(1, 1))  # needs no update, so no warning
+
+
+# --- validation --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_chosen_times_are_neither_drawn_nor_recorded_nor_learned():
+    clock, twin = (nc.Clock("linear", nc.SpeeD(), nc.MinSNR(5.0), correct="importance") for _ in range(2))
+    noise = torch.randn(16, 2)
+    for time in (0.3, torch.full((16,), 0.3)):
+        b = clock.at(data(), time, noise=noise)
+        assert (b.t == 300).all()
+        a, s = clock.schedule(0.3)
+        assert torch.allclose(b.x_t, (a * data() + s * noise).float(), atol=1e-6)
+        losses = clock.loss(b, noise + 1)
+        snr = clock.schedule.snr(0.3).item()
+        assert torch.allclose(losses, torch.full((16,), min(snr, 5) / snr), rtol=1e-5)
+    first, second = (clock.at(data(), 0.5, generator=torch.Generator().manual_seed(1)).noise for _ in range(2))
+    assert torch.equal(first, second)
+    assert clock.record.by_time().drawn.sum() == 0
+    assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
+    with pytest.raises(ValueError, match=r"one number or have shape \(16,\), got \(3,\)"):
+        clock.at(data(), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
+        clock.at(data(), 1.2)
 
 
 def test_conditioning_reaches_the_model_in_draw_step_and_probe():
@@ -373,7 +552,7 @@ def test_record_of_times_and_unweighted_losses():
         b = clock.draw(torch.zeros(100, 1))
         # a model whose error is the time itself, so the unweighted loss is time²
         clock.loss(b, b.noise + b.time[:, None].float())
-    levels = clock.record.levels()
+    levels = clock.record.by_time()
     assert levels.drawn.sum() == 5000
     assert (levels.drawn[25:] == 0).all()
     assert np.isnan(levels.loss[25:]).all()
@@ -388,7 +567,7 @@ def test_record_forgets_old_losses_and_skips_broken_ones():
         record.add(time, torch.tensor([1.0, 1.0]))
     for _ in range(3000):
         record.add(time, torch.tensor([2.0, math.nan]))
-    levels = record.levels()
+    levels = record.by_time()
     assert levels.loss[0] == pytest.approx(2 - math.exp(-3), abs=0.01)
     assert levels.loss[1] == 1
     assert levels.drawn.tolist() == [6000, 6000]
@@ -438,7 +617,7 @@ def test_resuming_is_bit_exact(sampler, schedule):
     part += run(second, 5)
     assert all(torch.equal(x, y) for x, y in zip(part, expected, strict=True))
     assert second.updates == whole.updates == 10
-    for x, y in zip(second.record.levels(), whole.record.levels(), strict=True):
+    for x, y in zip(second.record.by_time(), whole.record.by_time(), strict=True):
         assert np.array_equal(x, y, equal_nan=True)
 
 
@@ -482,6 +661,8 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         ({**good, "version": 99}, "version 99, this library reads 1"),
         ({**good, "sampler": {"x": 1}}, "has no state, but was given"),
         ({**good, "record": {}}, "50 bins"),
+        ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
+        (None, "not the whole state of a Clock: it is None"),
         (nc.Clock("cosine", "speed", nc.MinSNR(5.0), seed=1).state_dict(), "its schedule is Cosine"),
         (nc.Clock("linear", "uniform", nc.MinSNR(5.0), seed=1).state_dict(), r"its sampler is Uniform\(\)"),
         (nc.Clock("linear", "speed", nc.MinSNR(4.0), seed=1).state_dict(), "its weighting is MinSNR.*gamma=4.0"),
@@ -495,13 +676,27 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
     assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
 
 
+def test_loading_into_a_used_clock_goes_on_from_the_state():
+    clock = nc.Clock("linear", "speed")
+    clock.draw(data())
+    state = copy.deepcopy(clock.state_dict())
+    expected = clock.draw(data())
+    generator = clock.generator(torch.device("cpu"))
+    clock.draw(data())
+    clock.load_state_dict(state)
+    again = clock.draw(data())
+    assert torch.equal(again.noise, expected.noise)
+    assert torch.equal(again.time, expected.time)
+    assert clock.generator(torch.device("cpu")) is generator  # a captured graph may hold it
+
+
 # --- ready for capture -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", FIXED, ids=repr)
 @pytest.mark.parametrize("weighting", [make() for make in WEIGHTINGS.values()], ids=repr)
 def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weighting):
-    """On the meta device there is no data to read: `.item()`, boolean indexing and host copies raise."""
+    """On the meta device there is no data to read: `.item()` and boolean indexing raise. (tests/test_cuda.py watches a real device.)"""
     for schedule in ("linear", "flow"):
         clock = nc.Clock(schedule, sampler, weighting, correct="importance")
         x0 = torch.empty(4, 2, device="meta")
@@ -523,7 +718,7 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
         (lambda: nc.Clock("linear", "uniform", correct="yes"), ValueError, "unknown correction 'yes'; known: auto, importance, none"),
         (lambda: nc.Clock("linear", "speed", base="logit-normal"), ValueError, "has no effect without importance correction"),
         (
-            lambda: nc.Clock("linear", nc.Truncated(nc.Uniform(), 0.2, 1.0)),
+            lambda: nc.Clock("linear", nc.Truncated(nc.Uniform(), 0.2, 1.0), correct="importance"),
             ValueError,
             r"cannot reach all of the base: .* draws from \[0.2, 1\] only",
         ),
@@ -532,7 +727,17 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
         (lambda: nc.Clock("linear", "uniform").draw([1.0]), TypeError, "got list"),
         (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(4)), ValueError, r"at least one sample, got shape \(4,\)"),
         (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(0, 3)), ValueError, r"at least one sample, got shape \(0, 3\)"),
-        (lambda: nc.Clock("linear", "uniform").draw(data(), noise=torch.zeros(3, 2)), ValueError, r"noise has shape \(3, 2\), x0 \(16, 2\)"),
+        (
+            lambda: nc.Clock("linear", "uniform").draw(data(), noise=torch.zeros(3, 2)),
+            ValueError,
+            r"shape \(16, 2\), got torch.float32 of shape \(3, 2\)",
+        ),
+        (lambda: nc.Clock("linear", "uniform").draw(data(), noise=torch.zeros(16, 2, dtype=torch.int64)), ValueError, "got torch.int64"),
+        (lambda: nc.Clock("linear", "uniform").draw(data(), micro=2), ValueError, "got 2"),
+        (lambda: nc.Clock("linear", "uniform", seed=1.5), TypeError, "seed must be a whole number, got 1.5"),
+        (lambda: nc.Clock("linear", "shifted"), TypeError, "sampler 'shifted' needs sampler"),
+        (lambda: nc.Clock("linear", "uniform").loss(torch.zeros(2), None), TypeError, "takes a batch and then the prediction"),
+        (lambda: nc.Clock("linear", "uniform", base="logit-normal"), ValueError, "has no effect without importance correction"),
         (lambda: nc.Clock("linear", "uniform").draw(data(), micro=(4, 4)), ValueError, r"0 <= i < n, got \(4, 4\)"),
     ],
 )
@@ -543,7 +748,7 @@ def test_bad_input_is_named(call, error, message):
 
 def test_a_bad_call_draws_nothing():
     clock, twin = nc.Clock("linear", "uniform"), nc.Clock("linear", "uniform")
-    with pytest.raises(ValueError, match="noise has shape"):
+    with pytest.raises(ValueError, match="noise must be like x0"):
         clock.draw(data(), noise=torch.zeros(1, 1))
     assert torch.equal(clock.draw(data()).time, twin.draw(data()).time)
 
@@ -551,7 +756,6 @@ def test_a_bad_call_draws_nothing():
 def test_repr_names_its_parts():
     text = repr(nc.Clock("flow", "logit-normal", "min-snr", "flow"))
     assert text == (
-        "Clock(Flow(condition_scale=1.0), LogitNormal(mean=0.0, std=1.0), MinSNR(normalize=False, gamma=5.0), 'flow', base=Uniform(), "
-        "correct='none', seed=0)"
+        "Clock(Flow(condition_scale=1.0), LogitNormal(mean=0.0, std=1.0), MinSNR(normalize=False, gamma=5.0), FlowVelocity(), "
+        "base=Uniform(), correct='none', seed=0)"
     )
-    assert isinstance(nc.Clock("flow", "uniform").draw(data()).draw, Draw)

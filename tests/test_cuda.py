@@ -78,7 +78,7 @@ def test_a_captured_step_draws_and_learns_as_an_eager_one(sampler):
                 step()
             clock.updated()
             trace.append((seen["time"].clone(), seen["noise"].clone()))
-        assert clock.record.levels().drawn.sum() == 16 * (3 + steps)
+        assert clock.record.by_time().drawn.sum() == 16 * (3 + steps)
         assert clock.state_dict()["draws"] == 3 + steps
         runs.append((trace, [p.detach().clone() for p in model.parameters()]))
     for (time, noise), (other_time, other_noise) in zip(runs[0][0], runs[1][0], strict=True):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import noiseclock as nc
+from noiseclock.core.batch import column
 from noiseclock.core.objectives import OBJECTIVES, Preconditioned, squared_error
-from noiseclock.core.probes import column
 
 SCHEDULES = [nc.schedule(name) for name in ("linear", "cosine", "flow", "edm")]
 

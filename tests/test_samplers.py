@@ -152,18 +152,21 @@ def test_the_ends_of_time(sampler):
 @every_sampler
 def test_every_time_in_the_support_can_be_drawn(sampler):
     inside = cells_inside(sampler)
-    assert (log_pmf(sampler)[inside] >= math.log(TINY) - 1e-6).all()
+    # a density so narrow that float64 holds 0 for a step keeps TINY there
+    floor = math.log(TINY) - 1e-6 if isinstance(sampler, nc.LogSNRNormal) else -math.inf
+    assert (log_pmf(sampler)[inside] > floor).all()
     assert sampler.log_prob((torch.arange(T, dtype=torch.float64)[inside] + 0.5) / T).isfinite().all()
 
 
 @every_sampler
-def test_the_mean_of_base_over_p_is_the_base_on_the_support(sampler):
-    """By quadrature: Σ_t p_t·(1/T)/p_t over the support; 1 for a density that reaches everything."""
-    inside = cells_inside(sampler)
-    pmf = log_pmf(sampler).exp()[inside]
-    ratio = (-math.log(T) - log_pmf(sampler)[inside]).exp()
-    lo, hi = sampler.support
-    assert (pmf * ratio).sum().item() == pytest.approx(hi - lo, abs=1.01 / T if (lo, hi) != (0.0, 1.0) else 1e-9)
+def test_the_mean_of_base_over_p_is_one(sampler):
+    """E_p[base/p] by quadrature over the uniform: draws and densities come from different code. With a floor of 5 % the ratio is at most 20.
+
+    The midpoint rule errs by at most the ratio's total variation over n: ten rises and falls of 20 over 200,000.
+    """
+    n = 200_000
+    draw = nc.Mixture(sampler, floor=0.05).sample(n, uniforms=(torch.arange(n, dtype=torch.float64) + 0.5) / n)
+    assert (-draw.log_prob).exp().mean().item() == pytest.approx(1, abs=10 * 20 / n)
 
 
 @every_sampler
@@ -192,8 +195,7 @@ def test_times_on_other_devices_stay_there(sampler):
 
 
 @every_sampler
-def test_every_sampler_satisfies_the_protocol_and_is_bound_by_a_clock(sampler):
-    assert isinstance(sampler, nc.Sampler)
+def test_every_sampler_is_bound_by_a_clock(sampler):
     schedule = next((s for s in (EDM, FLOW, COSINE, ZERO) if repr(s) in repr(sampler)), LINEAR)
     batch = nc.Clock(schedule, sampler, correct="none").draw(torch.zeros(8, 2))
     assert ((batch.time >= 0) & (batch.time < 1)).all()
@@ -346,17 +348,22 @@ class NotADensity:
         (lambda: nc.sampler("unifrom"), ValueError, "unknown sampler 'unifrom'; known: annealed, beta, cosmap"),
         (lambda: nc.sampler("speed", kk=3), TypeError, "takes no option 'kk'; allowed: k, tau, variant, schedule"),
         (lambda: nc.sampler(3), TypeError, "got int"),
-        (lambda: nc.LogitNormal(std=0.0), ValueError, "LogitNormal: std must be positive and finite, got 0"),
+        (lambda: nc.LogitNormal(std=0.0), ValueError, "LogitNormal: std must be positive, got 0"),
         (lambda: nc.Mode(scale=2.0), ValueError, "one to one, got 2.0"),
         (lambda: nc.Beta(a=-1.0), ValueError, "Beta: a must be positive"),
-        (lambda: nc.Beta(b=math.inf), ValueError, "Beta: b must be positive and finite, got inf"),
+        (lambda: nc.Beta(b=math.inf), ValueError, "Beta: b must be finite, got inf"),
         (lambda: nc.SpeeD(k=0), ValueError, "SpeeD: k must be positive"),
         (lambda: nc.SpeeD(variant="papper"), ValueError, "unknown SpeeD variant 'papper'; known: paper, released"),
         (lambda: nc.SpeeD(tau="late"), ValueError, "unknown SpeeD tau 'late'; known: auto"),
         (lambda: nc.SpeeD(tau=2000, schedule=LINEAR), ValueError, "a step from 1 to 1000, got 2000"),
         (lambda: nc.SpeeD().sample(3), ValueError, "needs a noise schedule"),
         (lambda: nc.LogNormal().log_prob(torch.tensor(0.5)), ValueError, "needs a noise schedule"),
-        (lambda: nc.SpeeD(schedule=LINEAR).bind(COSINE), ValueError, "was made for Linear"),
+        (lambda: nc.Clock(COSINE, nc.Shifted(nc.SpeeD(schedule=LINEAR))), ValueError, "was made for Linear"),
+        (lambda: nc.sampler(nc.SpeeD(), k=3.0), TypeError, "options go with the name of a sampler"),
+        (lambda: nc.sampler("truncated", lo=0.1), TypeError, "'truncated' needs sampler"),
+        (lambda: nc.LogitNormal(mean=math.nan), ValueError, "LogitNormal: mean must be finite, got nan"),
+        (lambda: nc.LogitNormal(std="1"), TypeError, "std must be a number, got '1'"),
+        (lambda: nc.SpeeD(tau=2.5), ValueError, "whole number of at least 1, got 2.5"),
         (lambda: nc.Shifted(nc.Uniform(), k=-1.0), ValueError, "k must be positive"),
         (lambda: nc.Shifted(NotADensity()), TypeError, "needs a fixed density"),
         (lambda: nc.Truncated(nc.Uniform(), 0.7, 0.2), ValueError, "lo = 0.7, hi = 0.2"),

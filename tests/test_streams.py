@@ -24,19 +24,23 @@ def draw(number: int) -> torch.Tensor:
     return torch.tensor(number)
 
 
+def share(seed: int, number: int, n: int, part: int = 0, parts: int = 1) -> torch.Tensor:
+    return stratified(places(seed, n, part=part, parts=parts), draw(number), n, part=part, parts=parts)
+
+
 def test_uniforms_are_splitmix64():
     """The first n places of a draw are n consecutive outputs of the published generator, whose known first output for state 0 is checked too."""
     assert finalize(0x9E3779B97F4A7C15) == splitmix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
     start = (finalize(SEED) + 5 * 2**32 * 0x9E3779B97F4A7C15) % 2**64
     expected = [(splitmix64((start + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11) * 2.0**-53 for i in range(300)]
-    assert uniform(places(SEED, 100, 0, 1, torch.device("cpu")), draw(5)).tolist() == expected
+    assert uniform(places(SEED, 100), draw(5)).tolist() == expected
 
 
 def test_uniforms_are_uniform_and_uncorrelated_between_draws_seeds_and_neighbours():
     n = 200_000
-    start = places(SEED, n, 0, 1, torch.device("cpu"))
+    start = places(SEED, n)
     first, second = uniform(start, draw(1))[:n], uniform(start, draw(2))[:n]
-    third = uniform(places(SEED + 1, n, 0, 1, torch.device("cpu")), draw(1))[:n]
+    third = uniform(places(SEED + 1, n), draw(1))[:n]
     for values in (first, second, third):
         assert scipy.stats.kstest(values.numpy(), "uniform").pvalue > 0.001
     for x, y in ((first, second), (first, third), (first[1:], first[:-1])):
@@ -46,18 +50,18 @@ def test_uniforms_are_uniform_and_uncorrelated_between_draws_seeds_and_neighbour
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(-(2**70), 2**70), st.integers(0, 2**31))
 def test_parts_share_the_strata_of_one_global_draw(n, parts, seed, number):
-    together = torch.cat([stratified(seed, draw(number), n, part=part, parts=parts) for part in range(parts)])
-    alone = stratified(seed, draw(number), n * parts)
+    together = torch.cat([share(seed, number, n, part, parts) for part in range(parts)])
+    alone = share(seed, number, n * parts)
     assert torch.equal(together.sort().values, alone.sort().values)
     # one value in each stratum of the whole, and in each part one in each of its own n strata
     assert (alone.sort().values * n * parts).floor().tolist() == list(range(n * parts))
-    last = stratified(seed, draw(number), n, part=parts - 1, parts=parts)
+    last = share(seed, number, n, parts - 1, parts)
     assert (last.sort().values * n).floor().tolist() == list(range(n))
 
 
 def test_every_place_and_every_part_sees_all_times():
     """Over 4000 draws each place of each of 3 parts is uniform on [0, 1), low and high ends of its cells alike."""
-    draws = torch.stack([torch.stack([stratified(SEED, draw(i), 4, part=part, parts=3) for part in range(3)]) for i in range(4000)])
+    draws = torch.stack([torch.stack([share(SEED, i, 4, part, 3) for part in range(3)]) for i in range(4000)])
     for part in range(3):
         for place in range(4):
             assert scipy.stats.kstest(draws[:, part, place].numpy(), "uniform").pvalue > 0.001
@@ -68,7 +72,7 @@ def test_the_last_stratum_stays_below_one():
     assert (2 + math.nextafter(1, 0)) / 3 == 1.0
     for dtype in (torch.float32, torch.float64):
         assert in_unit(torch.tensor([1.0, 2.0, -1.0], dtype=dtype)).tolist() == [1 - torch.finfo(dtype).eps / 2] * 2 + [0.0]
-    assert (stratified(SEED, draw(0), 100_000) < 1).all()
+    assert (share(SEED, 0, 100_000) < 1).all()
 
 
 def _times(rank: int, world_size: int, batch: int, micros: int, port: int, results) -> None:

@@ -7,11 +7,13 @@ for x0 in loader:
 """
 
 from noiseclock.core import likelihood, objectives, schedules
-from noiseclock.core.clock import Batch, Clock, PlotData
+from noiseclock.core.batch import Batch, Draw
+from noiseclock.core.clock import Clock, PlotData
 from noiseclock.core.names import sampler
 from noiseclock.core.objectives import objective
-from noiseclock.core.record import Levels
-from noiseclock.core.samplers import Beta, CosMap, Density, Draw, LogitNormal, Mode, Sampler, Uniform
+from noiseclock.core.probes import Probe
+from noiseclock.core.record import ByTime
+from noiseclock.core.samplers import Beta, CosMap, Density, LogitNormal, Mode, Sampler, Setting, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
 from noiseclock.core.schedules import Schedule, schedule
 from noiseclock.core.weightings import (
@@ -38,6 +40,7 @@ __all__ = [
     "Annealed",
     "Batch",
     "Beta",
+    "ByTime",
     "ChangeAware",
     "Clock",
     "Constant",
@@ -46,7 +49,6 @@ __all__ = [
     "Density",
     "Draw",
     "EDMWeight",
-    "Levels",
     "LogNormal",
     "LogSNRNormal",
     "LogitNormal",
@@ -54,8 +56,10 @@ __all__ = [
     "Mixture",
     "Mode",
     "PlotData",
+    "Probe",
     "Sampler",
     "Schedule",
+    "Setting",
     "Shifted",
     "Sigmoid",
     "SoftMinSNR",

@@ -9,47 +9,30 @@ From draw to loss nothing is read back from the device and no random number come
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 
 from noiseclock.core import names
+from noiseclock.core.batch import Batch, Draw, Predict, call, noised
 from noiseclock.core.checks import choose
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
-from noiseclock.core.probes import Predict, Probe, Probing, call, noised
+from noiseclock.core.probes import Probe, autocast_dtype
 from noiseclock.core.record import Record
-from noiseclock.core.samplers import Draw, Sampler, Uniform
-from noiseclock.core.schedules import Array, Discrete, Schedule, schedule as make_schedule, wide
-from noiseclock.core.streams import finalize, stratified
+from noiseclock.core.samplers import Sampler, Setting, Uniform
+from noiseclock.core.schedules import Array, Discrete, Schedule, as_time, diffusers_objective, schedule as make_schedule
+from noiseclock.core.streams import finalize, places, stratified
+from noiseclock.core.table import Table, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
 
 VERSION = 1  # of the state; raised when an older one can no longer be read
-CORRECTIONS = ("auto", "none", "importance")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One batch, ready for the model.
-
-    x0 (B, ...): the data. x_t (B, ...): what the model sees, in the dtype of x0. t (B,): what the model is told of the noise level.
-    target (B, ...): what it should predict. noise (B, ...). time (B,): in [0, 1). weight (B,): of each loss, importance correction included.
-    draw: the sampler's own account of the times. cond: passed through.
-    """
-
-    x0: Tensor
-    x_t: Tensor
-    t: Tensor
-    target: Tensor
-    noise: Tensor
-    time: Tensor
-    weight: Tensor
-    draw: Draw
-    cond: Any = None
+STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
+PATIENCE = 1000  # draws without an update before a sampler that counts updates says that it sees none
 
 
 class PlotData(NamedTuple):
@@ -65,9 +48,10 @@ class PlotData(NamedTuple):
 class Clock:
     """Decides which noise level each sample trains on, and what its loss counts.
 
-    schedule, sampler, weighting, objective: objects or their names. base: the density over time that the objective means.
-    correct: "importance" puts base/p on the loss, "none" leaves it out, "auto" does as the sampler declares.
-    seed: of times and noise. rank, world_size: taken from torch.distributed where it runs, unless given.
+    schedule, sampler, weighting, objective: objects or their names; the schedule may be a diffusers scheduler, which then also tells the
+    objective ("eps" otherwise). base: the density over time that the objective means. correct: "importance" puts base/p on the loss, "none"
+    leaves it out, "auto" does as the sampler declares. seed: of times and noise. rank, world_size: taken from torch.distributed where it
+    runs, unless given.
 
     >>> clock = Clock("linear", "uniform", "min-snr")
     >>> batch = clock.draw(torch.zeros(4, 3, 8, 8))
@@ -77,10 +61,10 @@ class Clock:
 
     def __init__(
         self,
-        schedule: str | Schedule,
+        schedule: str | Schedule | Any,
         sampler: str | Sampler,
         weighting: str | Weighting = Constant(),
-        objective: str | Objective = "eps",
+        objective: str | Objective | None = None,
         *,
         base: str | Sampler = Uniform(),
         correct: str = "auto",
@@ -89,32 +73,42 @@ class Clock:
         world_size: int | None = None,
     ) -> None:
         self.schedule = make_schedule(schedule)
-        self.sampler = names.sampler(sampler).bind(self.schedule)
+        self.objective = _objective(objective, schedule)
         self.weighting = make_weighting(weighting)
-        self.objective = make_objective(objective)
-        self.base = names.sampler(base).bind(self.schedule)
-        choose("correction", correct, dict.fromkeys(CORRECTIONS))
+        self.seed = seed
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed must be a whole number, got {seed!r}")
+        self._place = _check_place(rank, world_size)
+        self._hook: Any = None
+        base = names.sampler(base)
+        setting = Setting(self.schedule, self.objective, self.weighting, base, self.place)
+        self.base = base.bind(setting)
+        self.sampler = names.sampler(sampler).bind(Setting(self.schedule, self.objective, self.weighting, self.base, self.place))
+        choose("correction", correct, ("auto", "none", "importance"))
         self.corrected = self.sampler.corrects if correct == "auto" else correct == "importance"
         self._check_base()
-        self.seed = seed
-        self._rank, self._world_size = _check_place(rank, world_size)
         self.record = Record()
+        self.optimizer: Any = None
+        self._model: list[nn.Module] | None = None
+        # counters: batches drawn, on the device of the data; optimiser updates, less those that a fused optimiser may have skipped
         self._draws = torch.zeros((), dtype=torch.int64)
         self._updates = 0
         self._unread_skips: Tensor | None = None
+        self._waiting = 0
+        # random streams
+        self._places: dict[tuple[int, int, int], Table] = {}
         self._noise: torch.Generator | None = None
         self._saved_noise: Mapping[str, Any] | None = None
-        self._mean_weight: dict[torch.device, Tensor] = {}
-        self._latest: Probe | None = None
-        self._pending: Probe | None = None
+        # probes
+        self._probe: Probe | None = None
         self._next_probe = 0
-        self._hook: Any = None
+        self._batch: Batch | None = None
+        self._autocast: torch.dtype | None = None
+        self._mean_weight = Table(self._measure_mean()) if self.weighting.normalize else None
 
     def __repr__(self) -> str:
-        return (
-            f"Clock({self.schedule}, {self.sampler}, {self.weighting}, {self.objective.name!r}, base={self.base}, "
-            f"correct={'importance' if self.corrected else 'none'!r}, seed={self.seed})"
-        )
+        correct = "importance" if self.corrected else "none"
+        return f"Clock({self.schedule}, {self.sampler}, {self.weighting}, {self.objective}, base={self.base}, {correct=}, seed={self.seed})"
 
     def _check_base(self) -> None:
         if not self.corrected and self.base != Uniform():
@@ -143,29 +137,63 @@ class Clock:
         anything else as a third argument. noise: (B, ...), drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so
         that the times are stratified over all of them.
         """
-        self._check_draw(x0, noise, micro)
-        rank, world_size = self._place()
-        this = self._next_draw(x0.device, first=micro[0] == 0)
-        uniforms = stratified(self.seed, this, len(x0), part=micro[0] * world_size + rank, parts=micro[1] * world_size)
+        _check_batch(x0, noise)
+        if not isinstance(micro, tuple) or len(micro) != 2 or not 0 <= micro[0] < micro[1]:
+            raise ValueError(f"micro must be (i, n) with 0 <= i < n, got {micro}")
+        if micro[0] == 0 and not _capturing(x0):
+            self._before_update(x0, predict, cond)
+        rank, world_size = self.place()
+        part, parts = micro[0] * world_size + rank, micro[1] * world_size
+        number = self._next_draw(x0.device, first=micro[0] == 0)
+        uniforms = stratified(self._start(len(x0), part, parts).on(x0.device), number, len(x0), part=part, parts=parts)
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
         if noise is None:
-            kind = torch.promote_types(x0.dtype, torch.float32)
-            noise = torch.randn(x0.shape, generator=self.generator(x0.device), device=x0.device, dtype=kind)
-        x_t, target = noised(self.schedule, self.objective, x0, noise, draw.time)
-        weight = self._weight(draw, x0)
-        if predict is not None:
-            self._latest = Probe(predict, self.schedule, self.objective, x0, noise, cond)
-        if self.due and self._pending is None and micro[0] == 0:
-            self.probe()
-        return Batch(x0, x_t, self.schedule.condition(draw.time), target, noise, draw.time, weight, draw, cond)
+            noise = torch.randn(x0.shape, generator=self.generator(x0.device), device=x0.device, dtype=_at_least_float32(x0))
+        correction = self._correction(draw, x0) if self.corrected else torch.ones_like(draw.time)
+        batch = self._make(x0, draw.time, noise, cond, correction, draw)
+        self._batch = batch if self.sampler.every else None
+        return batch
+
+    def at(
+        self, x0: Tensor, time: Tensor | float, *, noise: Tensor | None = None, cond: Any = None, generator: torch.Generator | None = None
+    ) -> Batch:
+        """Noise a batch x0 (B, ...) at chosen times, (B,) or one for all: for validation. Nothing is drawn, recorded or learned.
+
+        noise: (B, ...), or drawn with `generator`. The weight of the loss is w alone, as under the base.
+        """
+        _check_batch(x0, noise)
+        time = as_time(time).to(x0.device)
+        if time.ndim > 0 and time.shape != x0.shape[:1]:
+            raise ValueError(f"time must be one number or have shape ({len(x0)},), got {tuple(time.shape)}")
+        if noise is None:
+            noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=_at_least_float32(x0))
+        time = time.expand(len(x0))
+        return self._make(x0, time, noise, cond, torch.ones_like(time, dtype=wide(x0.device)), None)
+
+    def _make(self, x0: Tensor, time: Tensor, noise: Tensor, cond: Any, correction: Tensor, draw: Draw | None) -> Batch:
+        x_t, target = noised(self.schedule, self.objective, x0, noise, time)
+        weight = self.weighting(self.schedule, time, self.objective)
+        if self._mean_weight is not None:
+            weight = weight / self._mean_weight.on(time.device)
+        return Batch(x0, x_t, self.schedule.condition(time), target, noise, time, weight, correction, cond, draw)
 
     def loss(self, batch: Batch, prediction: Tensor) -> Tensor:
-        """(B,) the weighted losses; average them yourself. The sampler learns from them and the record notes them, unweighted."""
+        """(B,) the weighted losses; average them yourself. The sampler learns from them and the record notes them, unweighted.
+
+        A batch made by `at` is weighted too, and neither recorded nor learned from.
+        """
+        if not isinstance(batch, Batch):
+            raise TypeError(f"clock.loss takes a batch and then the prediction, got {type(batch).__name__} first")
         error = squared_error(prediction, batch.target)
-        seen = error.detach()
-        self.record.add(batch.time, seen)
-        self.sampler.update(batch.draw, seen)
-        return error * batch.weight.to(error.dtype)
+        if batch.draw is not None:
+            seen = error.detach()
+            self.record.add(batch.time, seen)
+            self.sampler.update(batch, seen)
+            if self.sampler.every:
+                # known again in the next probe, which may run outside the user's autocast block
+                reduced = prediction.dtype != batch.x_t.dtype and prediction.dtype in (torch.bfloat16, torch.float16)
+                self._autocast = prediction.dtype if reduced else autocast_dtype(prediction.device)
+        return error * (batch.weight * batch.correction).to(error.dtype)
 
     @contextmanager
     def step(self, predict: Predict, x0: Tensor, **cond: Any) -> Iterator[Tensor]:
@@ -178,13 +206,7 @@ class Clock:
         if self._hook is None:
             self.updated()
 
-    def _weight(self, draw: Draw, x0: Tensor | None) -> Tensor:
-        weight = self.weighting(self.schedule, draw.time, self.objective)
-        if self.weighting.normalize:
-            weight = weight / self._mean(draw.time.device)
-        return weight * self._correction(draw, x0) if self.corrected and self.sampler != self.base else weight
-
-    def _correction(self, draw: Draw, x0: Tensor | None) -> Tensor:
+    def _correction(self, draw: Draw, x0: Tensor) -> Tensor:
         """base/p: of the step's probabilities on discrete steps, of the densities in continuous time."""
         if not isinstance(self.schedule, Discrete):
             return (self.base.log_prob(draw.time) - draw.log_prob).exp()
@@ -192,26 +214,24 @@ class Clock:
         log_pmf = self.sampler.log_pmf(step, steps, x0=x0) if draw.log_pmf is None else draw.log_pmf
         return (self.base.log_pmf(step, steps) - log_pmf).exp()
 
-    def _mean(self, device: torch.device) -> Tensor:
-        if device not in self._mean_weight:
-            self._mean_weight[device] = self._measure_mean(device)
-        return self._mean_weight[device]
-
-    def _measure_mean(self, device: torch.device) -> Tensor:
+    def _measure_mean(self) -> Tensor:
         """The mean weight under the sampler, or under the base when the loss is corrected to it."""
         density = self.base if self.corrected else self.sampler
         if isinstance(self.schedule, Discrete):
-            step = torch.arange(self.schedule.steps, device=device)
+            step = torch.arange(self.schedule.steps)
             weight = self.weighting(self.schedule, self.schedule.time_of(step), self.objective)
             return (density.log_pmf(step, self.schedule.steps).exp() * weight).sum()
         points = 2**14
-        middles = (torch.arange(points, device=device, dtype=wide(device)) + 0.5) / points
+        middles = (torch.arange(points, dtype=torch.float64) + 0.5) / points
         return self.weighting(self.schedule, density.sample(points, uniforms=middles).time, self.objective).mean()
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
 
-    def attach(self, optimizer: Any) -> Self:
-        """Count the optimiser's updates by itself, through a hook that runs after each of its steps; returns the clock."""
+    def attach(self, optimizer: Any, *, model: nn.Module | None = None) -> Self:
+        """Count the optimiser's updates by itself, through a hook that runs after each of its steps; returns the clock.
+
+        model: what a probe puts into evaluation mode, where it cannot be found from `predict`.
+        """
         while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer  # accelerate and others wrap the real one
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
@@ -219,6 +239,8 @@ class Clock:
         if self._hook is not None:
             self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._after_step)
+        self.optimizer = optimizer
+        self._model = None if model is None else [model]
         return self
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -227,7 +249,7 @@ class Clock:
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
             self.updated()
-        elif self._pending is not None:
+        elif self._probe is not None:
             self.updated(skipped=bool(found_inf))
         else:
             skips = torch.zeros_like(found_inf) if self._unread_skips is None else self._unread_skips
@@ -236,47 +258,58 @@ class Clock:
 
     def updated(self, *, skipped: bool = False) -> None:
         """An optimiser update was made, or `skipped`. `attach` calls this; call it yourself after a graph replay."""
-        probe, self._pending = self._pending, None
+        probe, self._probe = self._probe, None
         if skipped:
             return
         self._updates += 1
-        if probe is not None:
-            self._prober().after(probe)
+        self._waiting = 0
+        if probe is not None and self._batch is not None:
+            self.sampler.after(probe, self._batch)
             self._next_probe = self._updates - 1 + self.sampler.every
-        if self.sampler.advance(self._updates) or probe is not None:
-            for device, mean in self._mean_weight.items():
-                mean.copy_(self._measure_mean(device))
+        if (self.sampler.advance(self._updates) or probe is not None) and self._mean_weight is not None:
+            self._mean_weight.set_(self._measure_mean())
 
     @property
     def updates(self) -> int:
         """Optimiser updates so far. Reading it may synchronise if a GradScaler drives a fused optimiser."""
-        self._count_skips()
-        return self._updates
-
-    def _count_skips(self) -> None:
         if self._unread_skips is not None:
             self._updates -= int(self._unread_skips)
             self._unread_skips = None
+        return self._updates
 
     @property
     def due(self) -> bool:
         """Is a probe due in this step? Never for a fixed sampler."""
         if self.sampler.every == 0 or self._updates < self._next_probe:
             return False
-        self._count_skips()  # a probe costs far more than this look at the device, and some updates may not have happened
-        return self._updates >= self._next_probe
+        # a probe costs far more than this look at the device, and some updates may not have happened
+        return self.updates >= self._next_probe
 
-    def probe(self) -> None:
-        """Show the sampler the model before the coming update; `updated` shows it again. `draw` does this when one is due."""
-        if self._latest is None:
-            raise ValueError(f"{type(self.sampler).__name__} looks at the model: pass it as clock.draw(x0, predict=model)")
-        self._pending = self._latest
-        self._prober().before(self._pending)
+    def probe(self, x0: Tensor, predict: Predict, cond: Any = None) -> None:
+        """Show the sampler the model before the coming update, on x0 (B, ...); `updated` shows it again.
 
-    def _prober(self) -> Probing:
-        if not isinstance(self.sampler, Probing):
-            raise TypeError(f"{self.sampler!r} does not probe")
-        return self.sampler
+        `draw` does this when a probe is due. Around a captured graph do it yourself: `if clock.due: clock.probe(x0, model)`, replay, `updated()`.
+        """
+        # noise of its own, by the update: what is trained must not depend on how often one looks
+        generator = torch.Generator(x0.device).manual_seed(self._stream("probe", self._updates))
+        noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=_at_least_float32(x0))
+        self._probe = Probe(
+            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=self._model, autocast=autocast_dtype(x0.device) or self._autocast
+        )
+        self.sampler.before(self._probe)
+
+    def _before_update(self, x0: Tensor, predict: Predict | None, cond: Any) -> None:
+        self._waiting += 1
+        if self._waiting == PATIENCE and self.sampler.counts_updates:
+            warnings.warn(
+                f"{PATIENCE} batches were drawn and no optimiser update was seen, so {type(self.sampler).__name__} stands still; "
+                "call clock.attach(optimizer), or clock.updated() after each update",
+                stacklevel=3,
+            )
+        if self.due and self._probe is None:
+            if predict is None:
+                raise ValueError(f"{type(self.sampler).__name__} looks at the model: pass it as clock.draw(x0, predict=model)")
+            self.probe(x0, predict, cond)
 
     # --- what it shows ------------------------------------------------------------------------------------------------------------------
 
@@ -289,8 +322,8 @@ class Clock:
         else:
             p, base = self.sampler.log_prob(time).exp(), self.base.log_prob(time).exp()
         w = self.weighting(self.schedule, time, self.objective)
-        if self.weighting.normalize:
-            w = w / self._mean(time.device)
+        if self._mean_weight is not None:
+            w = w / self._mean_weight.values
         curves = time, self.schedule.log_snr(time), p, w, (base if self.corrected else p) * w
         return PlotData(*(curve.numpy() for curve in curves))
 
@@ -298,7 +331,11 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs: nested dicts of tensors, numbers and strings."""
-        state: dict[str, Any] = {
+        rank, world_size = self.place()
+        noise: Mapping[str, Any] = self._saved_noise or {}
+        if self._noise is not None:
+            noise = {"device": self._noise.device.type, "rank": rank, "world_size": world_size, "state": self._noise.get_state()}
+        return {
             "version": VERSION,
             "setup": self._setup(),
             "updates": self.updates,
@@ -306,17 +343,8 @@ class Clock:
             "draws": int(self._draws),
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
+            "noise": dict(noise),
         }
-        if self._noise is not None:
-            state["noise"] = {
-                "device": self._noise.device.type,
-                "rank": self._place()[0],
-                "world_size": self._place()[1],
-                "state": self._noise.get_state(),
-            }
-        elif self._saved_noise is not None:
-            state["noise"] = dict(self._saved_noise)
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state. One that is incomplete or belongs to another set-up is refused, and nothing is changed.
@@ -324,24 +352,37 @@ class Clock:
         The noise goes on exactly where it was on the same rank, number of ranks and kind of device, and starts a new stream elsewhere; times
         go on in either case.
         """
-        needed = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler"}
-        if missing := needed - set(state):
-            raise ValueError(f"this is not the whole state of a Clock: {', '.join(sorted(missing))} missing")
-        if state["version"] != VERSION:
-            raise ValueError(f"the state has version {state['version']}, this library reads {VERSION}")
-        for part, mine in self._setup().items():
-            if state["setup"].get(part) != mine:
-                raise ValueError(f"the state belongs to another clock: its {part} is {state['setup'].get(part)}, this one's is {mine}")
-        self.record.check(state["record"])
-        self.sampler.load_state_dict(state["sampler"])
+        self._check_state(state)
+        before = self.sampler.state_dict()
+        try:
+            self.sampler.load_state_dict(state["sampler"])
+        except Exception:
+            self.sampler.load_state_dict(before)
+            raise
         self.record.load_state_dict(state["record"])
         self._updates, self._next_probe, self._unread_skips = int(state["updates"]), int(state["next_probe"]), None
         self._draws.fill_(int(state["draws"]))
-        self._noise, self._saved_noise = None, state.get("noise")
-        self._pending = self._latest = None
+        self._saved_noise = state["noise"] or None
+        if self._noise is not None:
+            self._seed_noise(self._noise)  # in place: a captured graph may hold the generator
+        self._probe = self._batch = None
         self.sampler.advance(self._updates)
-        for device, mean in self._mean_weight.items():
-            mean.copy_(self._measure_mean(device))
+        if self._mean_weight is not None:
+            self._mean_weight.set_(self._measure_mean())
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or (missing := STATE - set(state)):
+            lacks = f"{', '.join(sorted(missing))} missing" if isinstance(state, Mapping) else f"it is {state!r}"
+            raise ValueError(f"this is not the whole state of a Clock: {lacks}")
+        if state["version"] != VERSION:
+            raise ValueError(f"the state has version {state['version']}, this library reads {VERSION}")
+        for part, mine in self._setup().items():
+            theirs = state["setup"].get(part)
+            if theirs != mine:
+                raise ValueError(f"the state belongs to another clock: its {part} is {str(theirs)[:300]}, this one's is {str(mine)[:300]}")
+        if state["noise"] and set(state["noise"]) != {"device", "rank", "world_size", "state"}:
+            raise ValueError("the state of the noise is incomplete")
+        self.record.check(state["record"])
 
     def _setup(self) -> dict[str, Any]:
         return {
@@ -356,9 +397,10 @@ class Clock:
 
     # --- random streams and ranks -------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> tuple[int, int]:
-        if self._rank is not None and self._world_size is not None:
-            return self._rank, self._world_size
+    def place(self) -> tuple[int, int]:
+        """This process's rank and the number of ranks."""
+        if self._place is not None:
+            return self._place
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
@@ -371,34 +413,67 @@ class Clock:
             self._draws += 1
         return self._draws
 
+    def _start(self, n: int, part: int, parts: int) -> Table:
+        key = (n, part, parts)
+        if key not in self._places:
+            self._places[key] = Table(places(self.seed, n, part=part, parts=parts))
+        return self._places[key]
+
     def generator(self, device: torch.device) -> torch.Generator:
         """This rank's stream of noise. A CUDA graph that captures `draw` must know it: `graph.register_generator_state(...)`."""
         if self._noise is None or self._noise.device != device:
-            rank, world_size = self._place()
             self._noise = torch.Generator(device)
-            saved, self._saved_noise = self._saved_noise, None
-            if saved is not None and (saved["device"], saved["rank"], saved["world_size"]) == (device.type, rank, world_size):
-                self._noise.set_state(saved["state"].cpu())
-            else:
-                self._noise.manual_seed(finalize(finalize(finalize(self.seed) + 1 + rank) + int(self._draws)) // 2)
+            self._seed_noise(self._noise)
         return self._noise
 
-    @staticmethod
-    def _check_draw(x0: Tensor, noise: Tensor | None, micro: tuple[int, int]) -> None:
-        if not isinstance(x0, Tensor) or not x0.is_floating_point():
-            kind = x0.dtype if isinstance(x0, Tensor) else type(x0).__name__
-            raise TypeError(f"x0 must be a floating-point tensor (images scaled to [-1, 1]), got {kind}")
-        if x0.ndim < 2 or len(x0) == 0:
-            raise ValueError(f"x0 must be a batch (B, ...) of at least one sample, got shape {tuple(x0.shape)}")
-        if noise is not None and noise.shape != x0.shape:
-            raise ValueError(f"noise has shape {tuple(noise.shape)}, x0 {tuple(x0.shape)}")
-        if len(micro) != 2 or not 0 <= micro[0] < micro[1]:
-            raise ValueError(f"micro must be (i, n) with 0 <= i < n, got {micro}")
+    def _seed_noise(self, generator: torch.Generator) -> None:
+        """Go on where a saved stream was, or start this rank's own."""
+        rank, world_size = self.place()
+        saved, self._saved_noise = self._saved_noise, None
+        if saved is not None and (saved["device"], saved["rank"], saved["world_size"]) == (generator.device.type, rank, world_size):
+            generator.set_state(saved["state"].cpu())
+        else:
+            generator.manual_seed(self._stream("noise", int(self._draws)))
+
+    def _stream(self, purpose: str, count: int) -> int:
+        """A seed of this rank's own, for one purpose from one count on."""
+        word = self.seed
+        for part in (("noise", "probe").index(purpose), self.place()[0], count):
+            word = finalize(word) + 1 + part
+        return finalize(word) // 2
 
 
-def _check_place(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    if (rank is None) != (world_size is None):
+def _objective(given: str | Objective | None, schedule: Any) -> Objective:
+    told = diffusers_objective(schedule)
+    chosen = make_objective(given or told or "eps")
+    if told is not None and chosen.name != told:
+        raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told!r}; change one of them")
+    return chosen
+
+
+def _at_least_float32(x0: Tensor) -> torch.dtype:
+    return torch.promote_types(x0.dtype, torch.float32)
+
+
+def _capturing(x0: Tensor) -> bool:
+    return x0.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check_batch(x0: Tensor, noise: Tensor | None) -> None:
+    if not isinstance(x0, Tensor) or not x0.is_floating_point():
+        kind = x0.dtype if isinstance(x0, Tensor) else type(x0).__name__
+        raise TypeError(f"x0 must be a floating-point tensor (images scaled to [-1, 1]), got {kind}")
+    if x0.ndim < 2 or len(x0) == 0:
+        raise ValueError(f"x0 must be a batch (B, ...) of at least one sample, got shape {tuple(x0.shape)}")
+    if noise is not None and (noise.shape != x0.shape or not noise.is_floating_point()):
+        raise ValueError(f"noise must be like x0, {x0.dtype} of shape {tuple(x0.shape)}, got {noise.dtype} of shape {tuple(noise.shape)}")
+
+
+def _check_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
         raise ValueError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
-    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+    if not 0 <= rank < world_size:
         raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
     return rank, world_size

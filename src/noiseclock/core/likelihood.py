@@ -9,15 +9,15 @@ Each term is in nats per dimension, one value per sample (B,); `bits` turns nats
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from noiseclock.core.batch import Predict, call, column, noised
 from noiseclock.core.checks import choose
 from noiseclock.core.normal import normal_mass
-from noiseclock.core.objectives import Objective
+from noiseclock.core.objectives import Objective, objective as make_objective
 from noiseclock.core.schedules import VARIANCES, Discrete
 
 
@@ -30,12 +30,8 @@ def bits(nats: Tensor) -> Tensor:
     return nats / math.log(2)
 
 
-def _column(value: Tensor, like: Tensor) -> Tensor:
-    return value.reshape(-1, *[1] * (like.ndim - 1))
-
-
 def _model_variance(schedule: Discrete, step: Tensor, variance: str) -> Tensor:
-    choose("variance", variance, dict.fromkeys(VARIANCES))
+    choose("variance", variance, VARIANCES)
     if variance == "fixed-large":
         return schedule.posterior(schedule.time_of(step)).large
     # the posterior of step 0 has no variance at all, so it borrows that of step 1
@@ -46,7 +42,7 @@ def prior_term(schedule: Discrete, x0: Tensor) -> Tensor:
     """(B,) what the end of the forward process still knows of x0."""
     time = schedule.time_of(torch.full((len(x0),), schedule.steps - 1, device=x0.device))
     a, s = schedule(time)
-    signal = (_column(a, x0) * x0).square().flatten(1).mean(1)
+    signal = (column(a, x0) * x0).square().flatten(1).mean(1)
     return (signal + s**2 - 1) / 2 - s.log()
 
 
@@ -86,27 +82,30 @@ class Bound(NamedTuple):
 @torch.no_grad()
 def bound(
     schedule: Discrete,
-    objective: Objective,
-    predict: Callable[[Tensor, Tensor], Tensor],
+    objective: str | Objective,
+    predict: Predict,
     x0: Tensor,
     *,
+    cond: Any = None,
     variance: str = "fixed-large",
     levels: int = 256,
     generator: torch.Generator | None = None,
 ) -> Bound:
-    """The whole bound for a batch, with one forward of `predict(x_t, t)` per step and fresh noise at each.
+    """The whole bound for a batch, with one forward of `predict(x_t, t)` per step and fresh noise at each; the model's mode is the caller's.
 
-    x0: (B, ...) in [-1, 1]. The generator, if any, is on the device of x0.
+    x0: (B, ...) in [-1, 1]. cond: as in `Clock.draw`. The generator, if any, is on the device of x0.
     """
     if not isinstance(schedule, Discrete):
         raise TypeError(f"the variational bound needs discrete steps; {type(schedule).__name__} has none")
+    objective = make_objective(objective)
     terms = []
     for t in range(schedule.steps):
         step = torch.full((len(x0),), t, device=x0.device)
-        a, s = (_column(c, x0).to(x0.dtype) for c in schedule(schedule.time_of(step)))
-        noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=x0.dtype)
-        x_t = objective.model_input(a * x0 + s * noise, a, s)
-        x0_predicted = objective.to_x0(predict(x_t, step), x_t, a, s)
+        time = schedule.time_of(step)
+        noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=torch.promote_types(x0.dtype, torch.float32))
+        x_t, _ = noised(schedule, objective, x0, noise, time)
+        a, s = (column(c, x0) for c in schedule(time))
+        x0_predicted = objective.to_x0(call(predict, x_t, step, cond), x_t, a, s)
         if t == 0:
             terms.append(decoder_term(schedule, x0, x0_predicted, variance=variance, levels=levels))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from noiseclock.core.checks import build
+from noiseclock.core.checks import resolve
 from noiseclock.core.samplers import Beta, CosMap, LogitNormal, Mode, Sampler, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
 from noiseclock.core.wrappers import Annealed, Mixture, Shifted, Truncated
@@ -32,8 +32,4 @@ def sampler(name: str | Sampler, **options: Any) -> Sampler:
     >>> sampler("speed", k=3.0)
     SpeeD(k=3.0, tau='auto', variant='paper', schedule=None)
     """
-    if isinstance(name, str):
-        return build("sampler", name, SAMPLERS, options)
-    if not isinstance(name, Sampler):
-        raise TypeError(f"a sampler is a name or an object with sample and log_prob, got {type(name).__name__}")
-    return name
+    return resolve("sampler", name, Sampler, SAMPLERS, options)

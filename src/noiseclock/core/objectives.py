@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import build, check_positive
+from noiseclock.core.checks import check_positive, resolve
 from noiseclock.core.schedules import Level
 
 
@@ -184,8 +184,4 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {"eps": Eps, "x0": X0, "v": V,
 
 def objective(name: str | Objective, **options: Any) -> Objective:
     """The objective called `name`: eps, x0, v, flow or edm (which takes `sigma_data`)."""
-    if isinstance(name, str):
-        return build("objective", name, OBJECTIVES, options)
-    if not isinstance(name, Objective):
-        raise TypeError(f"an objective is a name or an Objective, got {type(name).__name__}")
-    return name
+    return resolve("objective", name, Objective, OBJECTIVES, options)

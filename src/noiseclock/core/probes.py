@@ -2,73 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.objectives import Objective, squared_error
-from noiseclock.core.samplers import Sampler
 from noiseclock.core.schedules import Schedule
 
-Predict = Callable[..., Tensor]
 
-
-def column(value: Tensor, like: Tensor) -> Tensor:
-    """(B,) as (B, 1, ...), to be multiplied with `like` (B, ...), in its dtype but float32 at least."""
-    return value.to(torch.promote_types(like.dtype, torch.float32)).reshape(-1, *[1] * (like.ndim - 1))
-
-
-def call(predict: Predict, x_t: Tensor, t: Tensor, cond: Any) -> Tensor:
-    """`predict(x_t, t)`, with conditioning: keywords if it is a mapping, else a third argument."""
-    if cond is None:
-        return predict(x_t, t)
-    return predict(x_t, t, **cond) if isinstance(cond, Mapping) else predict(x_t, t, cond)
+def modules_of(predict: Any) -> list[nn.Module]:
+    """The modules that a callable runs: itself, the owner of a method, or what a function or partial refers to by name."""
+    if isinstance(predict, nn.Module):
+        return [predict]
+    if isinstance(predict, functools.partial):
+        candidates = [predict.func, *predict.args, *predict.keywords.values()]
+        return [module for candidate in candidates for module in modules_of(candidate)]
+    if inspect.ismethod(predict):
+        return modules_of(predict.__self__)
+    if inspect.isfunction(predict):
+        seen = inspect.getclosurevars(predict)
+        return [value for value in (*seen.nonlocals.values(), *seen.globals.values()) if isinstance(value, nn.Module)]
+    return []
 
 
 @contextmanager
-def undisturbed(predict: Predict) -> Iterator[None]:
+def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Evaluation mode without gradients; training flags and random states are afterwards what they were."""
-    owner = predict if isinstance(predict, nn.Module) else getattr(predict, "__self__", None)
-    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
-    flags = [module.training for module in modules]
-    devices = {p.device for m in modules for p in m.parameters(recurse=False) if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
+    flags = {module: module.training for root in modules for module in root.modules()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            for module in modules:
+            for module in flags:
                 module.training = False
             yield
         finally:
-            for module, flag in zip(modules, flags, strict=True):
+            for module, flag in flags.items():
                 module.training = flag
 
 
+def take_rows(cond: Any, rows: Tensor, batch: int) -> Any:
+    """Conditioning for some rows of a batch: every tensor with `batch` rows is indexed, in mappings and sequences too; the rest is passed on."""
+    if isinstance(cond, Tensor):
+        return cond[rows] if cond.ndim > 0 and len(cond) == batch else cond
+    if isinstance(cond, Mapping):
+        return {name: take_rows(value, rows, batch) for name, value in cond.items()}
+    if isinstance(cond, (list, tuple)):
+        return type(cond)(take_rows(value, rows, batch) for value in cond)
+    return cond
+
+
 class Probe:
-    """One model, seen before and after an optimiser update with the same data, noise and conditioning."""
+    """One model, seen before and after an optimiser update with the same data, noise and conditioning.
 
-    def __init__(self, predict: Predict, schedule: Schedule, objective: Objective, x0: Tensor, noise: Tensor, cond: Any) -> None:
-        self.predict, self.schedule, self.objective = predict, schedule, objective
-        self.x0, self.noise, self.cond = x0.detach(), noise.detach(), cond
+    x0 (B, ...), noise (B, ...): copies, so that a replayed graph cannot change them in between. The model runs as in training but in
+    evaluation mode: raw weights, the same autocast (`autocast`, a dtype or None), and always B rows at a time, so that nothing recompiles and
+    no forward needs more memory than a training step.
+    """
 
-    def losses(self, time: Tensor) -> Tensor:
-        """(B,) the unweighted loss of each sample at its time (B,), by one forward of the model as it is now."""
-        x_t, target = noised(self.schedule, self.objective, self.x0, self.noise, time)
-        with undisturbed(self.predict):
-            return squared_error(call(self.predict, x_t, self.schedule.condition(time), self.cond), target)
+    def __init__(
+        self,
+        predict: Predict,
+        schedule: Schedule,
+        objective: Objective,
+        x0: Tensor,
+        cond: Any = None,
+        *,
+        noise: Tensor,
+        modules: list[nn.Module] | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        # DDP's own forward would take part in its buffers' broadcasts; there is nothing to reduce in a probe
+        self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
+        self.schedule, self.objective = schedule, objective
+        self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
+        self.modules = modules_of(predict) if modules is None else modules
+        self.autocast = autocast
+        if not self.modules:
+            raise ValueError(f"cannot find the model behind predict={predict!r}; name it: clock.attach(optimizer, model=model)")
+
+    def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
+        """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) under the noises `noise_rows` (N,).
+
+        rows: sample i at time i unless given. noise_rows: those of the samples unless given. One forward for each loss, in chunks of B.
+        """
+        batch = len(self.x0)
+        rows = torch.arange(batch, device=time.device) if rows is None else rows
+        noise_rows = rows if noise_rows is None else noise_rows
+        if not len(time) == len(rows) == len(noise_rows):
+            raise ValueError(f"times, rows and noise rows must be as many, got {len(time)}, {len(rows)} and {len(noise_rows)}")
+        found = []
+        with undisturbed(self.modules, self.x0.device), self._as_in_training():
+            for start in range(0, len(time), batch):
+                # the last chunk is filled up from the beginning, so that every forward has the shape of a training batch
+                chosen = torch.arange(start, start + batch, device=time.device) % len(time)
+                found.append(self._chunk(time[chosen], rows[chosen], noise_rows[chosen]))
+        return torch.cat(found)[: len(time)]
+
+    def _chunk(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
+        x_t, target = noised(self.schedule, self.objective, self.x0[rows], self.noise[noise_rows], time)
+        cond = take_rows(self.cond, rows, len(self.x0))
+        return squared_error(call(self.predict, x_t, self.schedule.condition(time), cond), target)
+
+    def _as_in_training(self) -> Any:
+        # without the cache: it would show the weights as they were before the update
+        device, dtype = self.x0.device.type, self.autocast
+        return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def noised(schedule: Schedule, objective: Objective, x0: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model sees of x0 (B, ...) at times (B,), in the dtype of x0, and what it should predict, float32 at least."""
-    level = schedule.level(time)
-    a, s = column(level.a2.sqrt(), x0), column(level.s2.sqrt(), x0)
-    return objective.model_input(a * x0 + s * noise, a, s).to(x0.dtype), objective.target(x0, noise, a, s)
-
-
-@runtime_checkable
-class Probing(Sampler, Protocol):
-    """A sampler that looks at the model: every `every` updates it is shown a Probe before the update and again after it."""
-
-    def before(self, probe: Probe) -> None: ...
-    def after(self, probe: Probe) -> None: ...
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast that is on for this device, None where it is off."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

@@ -9,17 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noiseclock.core.schedules import Array, wide
+from noiseclock.core.schedules import Array
+from noiseclock.core.table import cell, wide
 
-# Recent losses are remembered for about this many draws.
+# Recent losses are remembered for about this many batches.
 WINDOW = 1000
 
 
-class Levels(NamedTuple):
+class ByTime(NamedTuple):
     """A record by time bin, as numpy arrays (bins,).
 
     time: the middle of each bin. drawn: how many times came from it. density: the realised density (1 everywhere for a uniform sampler).
-    loss: mean unweighted loss of about the last 1000 draws, NaN in a bin that none of them reached.
+    loss: mean unweighted loss over about the last 1000 batches, NaN in a bin that none of them reached.
     """
 
     time: Array
@@ -29,7 +30,7 @@ class Levels(NamedTuple):
 
 
 class Record:
-    """Running counts and losses in `bins` equal bins of time. Adding to it never synchronises with the device."""
+    """Running counts and losses in `bins` equal bins of time, of this rank. Adding to it never synchronises with the device."""
 
     def __init__(self, bins: int = 50) -> None:
         self.bins = bins
@@ -44,16 +45,15 @@ class Record:
         losses = losses.detach().to(self._sums.dtype)
         finite = losses.isfinite()
         rows = torch.stack([torch.ones_like(losses), finite.to(losses.dtype), torch.where(finite, losses, 0.0)])
-        cell = (time * self.bins).floor().clamp(0, self.bins - 1).long()
         self._sums[1:] *= 1 - 1 / WINDOW
-        self._sums.index_add_(1, cell, rows)
+        self._sums.index_add_(1, cell(time, self.bins), rows)
 
-    def levels(self) -> Levels:
+    def by_time(self) -> ByTime:
         """The record so far; this reads the device."""
         count, recent, loss = self._sums.cpu().double().numpy()
         time = (np.arange(self.bins) + 0.5) / self.bins
         mean = np.divide(loss, recent, out=np.full(self.bins, np.nan), where=recent > 0)
-        return Levels(time, count.copy(), count / max(count.sum(), 1.0) * self.bins, mean)
+        return ByTime(time, count.copy(), count / max(count.sum(), 1.0) * self.bins, mean)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sums": self._sums.clone()}
@@ -66,4 +66,4 @@ class Record:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)
-        self._sums = state["sums"].clone().to(self._sums)
+        self._sums.copy_(state["sums"])

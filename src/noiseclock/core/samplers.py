@@ -10,92 +10,112 @@ All values are float64: bfloat16 would reach only half of 1000 steps, and float3
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import check_positive
+from noiseclock.core.batch import Batch, Draw
+from noiseclock.core.checks import check_finite, check_positive
 from noiseclock.core.normal import normal_log_prob, normal_mass
-from noiseclock.core.schedules import Array, Schedule, wide
+from noiseclock.core.objectives import Objective
+from noiseclock.core.probes import Probe
+from noiseclock.core.schedules import Array, Schedule
 from noiseclock.core.streams import in_unit
+from noiseclock.core.table import Table, cell, wide, widen
+from noiseclock.core.weightings import Weighting
 
 TINY = 1e-30  # the smallest probability: its logarithm is finite, in float32 too
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Times and how likely they were.
+class Setting:
+    """What a Clock tells its sampler once. place: the rank and the number of ranks, asked for when needed."""
 
-    time: (B,) in [0, 1). log_prob: (B,) log density in time. log_pmf: (B,) log probability of the step, where the schedule is discrete and the
-    sampler knows it already.
+    schedule: Schedule
+    objective: Objective
+    weighting: Weighting
+    base: Sampler
+    place: Callable[[], tuple[int, int]]
+
+
+class Sampler(ABC):
+    """A density over time. To write one, define `sample`, `log_prob` and `log_pmf`; the rest is for samplers that learn.
+
+    A sampler may look at x0 (B, ...), one density for each sample; asked without x0 it answers for the mean over the data.
     """
 
-    time: Tensor
-    log_prob: Tensor
-    log_pmf: Tensor | None = None
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """What a Clock needs of a sampler, fixed or learned.
-
-    corrects: does its loss carry base/p unless the user says otherwise?
-    support: the interval of time that it can draw.
-    every: a probe is due every so many optimiser updates; 0 for never.
-    """
-
-    @property
-    def corrects(self) -> bool: ...
-    @property
-    def support(self) -> tuple[float, float]: ...
-    @property
-    def every(self) -> int: ...
-
-    def bind(self, schedule: Schedule) -> Sampler:
-        """The sampler for this schedule; a Clock calls it once."""
-
-    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw: ...
-    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor: ...
-    def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor: ...
-    def update(self, draw: Draw, losses: Tensor) -> None:
-        """Learn from unweighted, detached losses (B,); nothing to do for a fixed density."""
-
-    def advance(self, updates: int) -> bool:
-        """The optimiser has made `updates` updates so far; True when that changed the density."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Density:
-    """A fixed density given by its inverse CDF `icdf`, the mass of an interval `mass`, and `log_prob`. Subclasses are frozen dataclasses."""
-
-    every = 0
+    every: int = 0  # a probe of the model is due every so many optimiser updates; 0 for never
 
     @property
     def corrects(self) -> bool:
+        """Does the loss carry base/p unless the user says otherwise?"""
         return False
 
     @property
     def support(self) -> tuple[float, float]:
+        """The interval of time in which everything can be drawn."""
         return (0.0, 1.0)
 
+    @property
+    def counts_updates(self) -> bool:
+        """Does it change with the optimiser's updates?"""
+        return self.every > 0
+
+    def bind(self, setting: Setting) -> Sampler:
+        """The sampler for this setting; a Clock calls it once."""
+        return self
+
+    @abstractmethod
+    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
+        """n independent times, or those at the given `uniforms` (n,) in [0, 1). Without either, the device is that of x0."""
+
+    @abstractmethod
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        """Log density at `time`, float64, -inf off the support."""
+
+    @abstractmethod
+    def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
+        """(B,) the log probability of each step (B,), int64, out of `steps`; not below ln 1e-30."""
+
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        """Learn from a batch and its unweighted, detached losses (B,); called for every micro-batch, and may be captured in a graph."""
+
+    def before(self, probe: Probe) -> None:
+        """Look at the model before an update."""
+
+    def after(self, probe: Probe, batch: Batch) -> None:
+        """Look at it after the update that was made with `batch`."""
+
+    def advance(self, updates: int) -> bool:
+        """The optimiser has made `updates` updates so far; True when that changed the density."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        if state:
+            raise ValueError(f"{self} has no state, but was given {sorted(state)}")
+
+
+class Density(Sampler):
+    """A fixed density given by its inverse CDF `icdf`, the mass of an interval `mass`, and `log_prob`. Subclasses are frozen dataclasses."""
+
+    @abstractmethod
     def icdf(self, v: Tensor) -> Tensor:
         """The time below which a fraction v of the probability lies."""
-        raise NotImplementedError(f"{type(self).__name__} must define icdf")
 
+    @abstractmethod
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
         """P(lo <= time < hi), accurate in both tails."""
-        raise NotImplementedError(f"{type(self).__name__} must define mass")
-
-    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
-        """Log density at `time`, float64, finite on the support and -inf off it."""
-        raise NotImplementedError(f"{type(self).__name__} must define log_prob")
 
     def cdf(self, time: Tensor) -> Tensor:
         """P(time' < time)."""
@@ -103,9 +123,7 @@ class Density:
         return self.mass(torch.zeros_like(time), time)
 
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
-        """n independent times, or those at the given `uniforms` (n,) in [0, 1); `x0` only tells the device."""
-        v = take_uniforms(n, x0, uniforms, generator)
-        time = in_unit(self.icdf(v))
+        time = in_unit(self.icdf(take_uniforms(n, x0, uniforms, generator)))
         return Draw(time, self.log_prob(time))
 
     def pmf(self, steps: int) -> Tensor:
@@ -114,39 +132,25 @@ class Density:
         return self.mass(borders[:-1], borders[1:])
 
     def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
-        """(B,) the log probability of each given step, an int64 tensor."""
-        key = (steps, step.device)
-        if key not in self._log_pmf:
-            self._log_pmf[key] = self.pmf(steps).clamp(min=TINY).log().to(step.device, wide(step.device))
-        return self._log_pmf[key][step]
+        if steps not in self._log_pmf:
+            self._log_pmf[steps] = Table(self.pmf(steps).clamp(min=TINY).log())
+        return self._log_pmf[steps].on(step.device)[step]
 
     @cached_property
-    def _log_pmf(self) -> dict[tuple[int, torch.device], Tensor]:
+    def _log_pmf(self) -> dict[int, Table]:
         return {}
 
-    def bind(self, schedule: Schedule) -> Self:
-        """This density for a schedule: samplers inside it are bound, and a `schedule` field that is None is filled in."""
-        assert is_dataclass(self)
+    def bind(self, setting: Setting) -> Self:
+        """This density for a setting: samplers inside it are bound, and a `schedule` field that is None is filled in."""
+        if not is_dataclass(self):
+            return self
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {name: value.bind(schedule) for name, value in values.items() if isinstance(value, Sampler)}
+        changed: dict[str, Any] = {name: value.bind(setting) for name, value in values.items() if isinstance(value, Sampler)}
         if "schedule" in values:
-            if values["schedule"] not in (None, schedule):
-                raise ValueError(f"{type(self).__name__} was made for {values['schedule']}, the clock runs on {schedule}")
-            changed["schedule"] = schedule
+            if values["schedule"] not in (None, setting.schedule):
+                raise ValueError(f"{type(self).__name__} was made for {values['schedule']}, the clock runs on {setting.schedule}")
+            changed["schedule"] = setting.schedule
         return replace(self, **changed) if changed else self
-
-    def update(self, draw: Draw, losses: Tensor) -> None:
-        pass
-
-    def advance(self, updates: int) -> bool:
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            raise ValueError(f"{self} is a fixed density and has no state, but was given {sorted(state)}")
 
 
 def take_uniforms(n: int, x0: Tensor | None, uniforms: Tensor | None, generator: torch.Generator | None) -> Tensor:
@@ -163,11 +167,6 @@ def take_uniforms(n: int, x0: Tensor | None, uniforms: Tensor | None, generator:
     return widen(uniforms)
 
 
-def widen(time: Tensor) -> Tensor:
-    """`time` in float64, where the device has it."""
-    return time.to(wide(time.device))
-
-
 def inside(time: Tensor) -> Tensor:
     """Times strictly inside (0, 1), so that logarithms of densities that vanish at the ends stay finite."""
     return in_unit(widen(time)).clamp(min=1e-18)  # whose square is a number in float32 too
@@ -180,37 +179,43 @@ class Cells:
     """
 
     def __init__(self, pmf: Tensor | Array) -> None:
+        self._pmf, self._borders = (Table(values) for values in self._tables(pmf))
+
+    @staticmethod
+    def _tables(pmf: Tensor | Array) -> tuple[Tensor, Tensor]:
         pmf = torch.as_tensor(pmf, dtype=torch.float64)
-        self.pmf = pmf / pmf.sum()
-        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        pmf = pmf / pmf.sum()
+        borders = torch.cat([torch.zeros_like(pmf[:1]), pmf.cumsum(0)])
+        borders[-1] = 1.0
+        return pmf, borders
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._copies:
-            borders = torch.cat([torch.zeros(1, dtype=torch.float64), self.pmf.cumsum(0)])
-            borders[-1] = 1.0
-            self._copies[device] = (self.pmf.to(device, wide(device)), borders.to(device, wide(device)))
-        return self._copies[device]
+    @property
+    def pmf(self) -> Tensor:
+        """(n,) the probability of each cell, float64, on the CPU."""
+        return self._pmf.values
 
-    def _cell(self, time: Tensor) -> Tensor:
-        return (time * len(self.pmf)).floor().clamp(0, len(self.pmf) - 1).long()
+    def set_(self, pmf: Tensor | Array) -> None:
+        """New probabilities, written in place on every device."""
+        for table, values in zip((self._pmf, self._borders), self._tables(pmf), strict=True):
+            table.set_(values)
 
     def icdf(self, v: Tensor) -> Tensor:
-        pmf, borders = self._on(v.device)
-        cell = torch.searchsorted(borders, v.contiguous(), right=True).sub(1).clamp(0, len(pmf) - 1)
+        pmf, borders = self._pmf.on(v.device), self._borders.on(v.device)
+        i = torch.searchsorted(borders, v.contiguous(), right=True).sub(1).clamp(0, len(pmf) - 1)
         # a hair's breadth from the borders, so that floor(u·n) gives back this very cell
-        part = ((v - borders[cell]) / pmf[cell].clamp(min=TINY)).clamp(1e-9, 1 - 1e-9)
-        return (cell + part) / len(pmf)
+        part = ((v - borders[i]) / pmf[i].clamp(min=TINY)).clamp(1e-9, 1 - 1e-9)
+        return (i + part) / len(pmf)
 
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
-        pmf, borders = self._on(lo.device)
+        pmf, borders = self._pmf.on(lo.device), self._borders.on(lo.device)
         n = len(pmf)
-        first, last = self._cell(lo), self._cell(hi)
+        first, last = cell(lo, n), cell(hi, n)
         # whole cells between the borders, less the part before lo, plus the part before hi
         return (borders[last] - borders[first]) - pmf[first] * (lo * n - first) + pmf[last] * (hi * n - last)
 
     def log_prob(self, time: Tensor) -> Tensor:
-        pmf, _ = self._on(time.device)
-        return (pmf[self._cell(time)] * len(pmf)).clamp(min=TINY).log()
+        pmf = self._pmf.on(time.device)
+        return (pmf[cell(time, len(pmf))] * len(pmf)).clamp(min=TINY).log()
 
 
 @dataclass(frozen=True)
@@ -220,10 +225,6 @@ class Uniform(Density):
     >>> Uniform().sample(3, uniforms=torch.tensor([0.0, 0.5, 0.75])).time
     tensor([0.0000, 0.5000, 0.7500], dtype=torch.float64)
     """
-
-    @property
-    def corrects(self) -> bool:
-        return True  # under another base it estimates that base, and under the uniform one the correction is 1
 
     def icdf(self, v: Tensor) -> Tensor:
         return widen(v)
@@ -247,6 +248,7 @@ class LogitNormal(Density):
     std: float = 1.0
 
     def __post_init__(self) -> None:
+        check_finite(self, mean=self.mean)
         check_positive(self, std=self.std)
 
     def icdf(self, v: Tensor) -> Tensor:
@@ -273,6 +275,7 @@ class Mode(Density):
     scale: float = 1.29
 
     def __post_init__(self) -> None:
+        check_finite(self, scale=self.scale)
         if not -1 < self.scale < 2 / (math.pi - 2):
             raise ValueError(f"Mode: scale must lie between -1 and 2/(pi-2) = 1.7519, where the map is one to one, got {self.scale}")
 
@@ -283,24 +286,24 @@ class Mode(Density):
     def _slope(self, v: Tensor) -> Tensor:
         return 1 + self.scale - self.scale * math.pi / 2 * torch.sin(math.pi * v)
 
+    @cached_property
+    def _knots(self) -> Table:
+        return Table(self.icdf(torch.linspace(0, 1, 2**12 + 1, dtype=torch.float64)))
+
     def cdf(self, time: Tensor) -> Tensor:
-        time = widen(time)
-        lo, hi = torch.zeros_like(time), torch.ones_like(time)
-        for _ in range(54):  # bisection: one bit of float64 each
-            middle = (lo + hi) / 2
-            below = self.icdf(middle) < time
-            lo, hi = torch.where(below, middle, lo), torch.where(below, hi, middle)
-        return hi
+        u = widen(time)
+        knots = self._knots.on(u.device)
+        i = torch.searchsorted(knots, u.contiguous()).clamp(1, len(knots) - 1)
+        v = (i - (knots[i] - u) / (knots[i] - knots[i - 1])) / (len(knots) - 1)
+        for _ in range(3):  # Newton from within a cell of the table doubles the digits each time
+            v = (v - (self.icdf(v) - u) / self._slope(v)).clamp(0, 1)
+        return v
 
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
         return self.cdf(hi) - self.cdf(lo)
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
         return -self._slope(self.cdf(time)).log()
-
-    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
-        v = take_uniforms(n, x0, uniforms, generator)
-        return Draw(in_unit(self.icdf(v)), -self._slope(v).log())  # v is at hand, so nothing needs to be inverted
 
 
 @dataclass(frozen=True)
@@ -342,25 +345,13 @@ class Beta(Density):
         return math.lgamma(self.a) + math.lgamma(self.b) - math.lgamma(self.a + self.b)
 
     @cached_property
-    def _knots(self) -> Array:
-        return np.asarray(np.sin(np.linspace(0, np.pi / 2, 2**15 + 1)) ** 2)
-
-    @cached_property
-    def _copies(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
-        return {}
-
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._copies:
-            table = np.maximum.accumulate(_beta_cdf(self._knots, self.a, self.b))
-            self._copies[device] = (
-                torch.as_tensor(self._knots, device=device, dtype=wide(device)),
-                torch.as_tensor(table, device=device, dtype=wide(device)),
-            )
-        return self._copies[device]
+    def _tables(self) -> tuple[Table, Table]:
+        knots = np.sin(np.linspace(0, np.pi / 2, 2**15 + 1)) ** 2
+        return Table(knots), Table(np.maximum.accumulate(_beta_cdf(knots, self.a, self.b)))
 
     def icdf(self, v: Tensor) -> Tensor:
         v = widen(v).contiguous()
-        knots, table = self._on(v.device)
+        knots, table = (t.on(v.device) for t in self._tables)
         i = torch.searchsorted(table, v, right=True).clamp(1, len(table) - 1)
         part = (v - table[i - 1]) / (table[i] - table[i - 1]).clamp(min=TINY)
         return knots[i - 1] + part.clamp(0, 1) * (knots[i] - knots[i - 1])

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import check_positive, choose
+from noiseclock.core.checks import check_finite, check_positive, check_whole, choose
 from noiseclock.core.normal import normal_log_prob, normal_mass
-from noiseclock.core.samplers import TINY, Cells, Density, inside, widen
+from noiseclock.core.samplers import TINY, Cells, Density, inside
 from noiseclock.core.schedules import CONVERGED_SLOPE, Discrete, Schedule
+from noiseclock.core.table import widen
 
 
 class Scheduled(Density):
@@ -25,7 +26,7 @@ class Scheduled(Density):
     schedule: Schedule | None
 
     @property
-    def known_schedule(self) -> Schedule:
+    def _schedule(self) -> Schedule:
         if self.schedule is None:
             raise ValueError(f"{type(self).__name__} needs a noise schedule: use it in a Clock, or pass schedule=nc.schedule(...)")
         return self.schedule
@@ -43,6 +44,7 @@ class LogSNRNormal(Scheduled):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
+        check_finite(self, mean=self.mean)
         check_positive(self, std=self.std)
 
     @property
@@ -53,7 +55,7 @@ class LogSNRNormal(Scheduled):
     def _z(self, time: Tensor) -> Tensor:
         """λ in units of the normal, turned round so that it rises with time."""
         mean, std = self._moments
-        level = self.known_schedule.level(widen(time))
+        level = self._schedule.level(widen(time))
         return (mean - level.a2.log() + level.s2.log()) / std
 
     @cached_property
@@ -64,7 +66,7 @@ class LogSNRNormal(Scheduled):
 
     @cached_property
     def _cells(self) -> Cells | None:
-        schedule = self.known_schedule
+        schedule = self._schedule
         if not isinstance(schedule, Discrete):
             return None
         z = self._z(schedule.grid())
@@ -90,7 +92,7 @@ class LogSNRNormal(Scheduled):
             lo, hi, v = -hi, -lo, 1 - widen(v)
         below = math.erfc(-lo / math.sqrt(2)) / 2  # Φ(lo)
         z = torch.special.ndtri(below + widen(v) * total).clamp(lo, hi)
-        return self.known_schedule.inverse(mean - std * (-z if upper else z))
+        return self._schedule.inverse(mean - std * (-z if upper else z))
 
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
         if self._cells is not None:
@@ -101,7 +103,7 @@ class LogSNRNormal(Scheduled):
         if self._cells is not None:
             return self._cells.log_prob(widen(time))
         u = inside(time)
-        return normal_log_prob(self._z(u), self._moments[1]) + self.known_schedule.slope(u).log() - math.log(self._ends[2])
+        return normal_log_prob(self._z(u), self._moments[1]) + self._schedule.slope(u).log() - math.log(self._ends[2])
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class SpeeD(Scheduled):
     variant "paper": P(t) ∝ k for t < tau, else 1.
     variant "released": what the first public code does. Half of the draws follow a step from k to 1 that is soft for a few steps, the other
     half are their duals, t' = m-t if t < m else t-m with m = tau+1; the marginal is exact, and the adaptive paper compares with this one.
-    tau "auto": the first step where the slope of √(1-ᾱ) falls under 1e-4 (at T = 1000): 641 linear, 828 quadratic, 958 cosine.
+    tau "auto": the first step where the slope of √(1-ᾱ) falls under 1e-4 (at T = 1000): 641 linear, 828 quadratic, 958 cosine. In continuous
+    time steps are thousandths of it.
     """
 
     k: float = 5.0
@@ -133,20 +136,22 @@ class SpeeD(Scheduled):
 
     def __post_init__(self) -> None:
         check_positive(self, k=self.k)
-        choose("SpeeD variant", self.variant, dict.fromkeys(("paper", "released")))
+        choose("SpeeD variant", self.variant, ("paper", "released"))
         if isinstance(self.tau, str):
-            choose("SpeeD tau", self.tau, {"auto": None})
-        elif self.tau < 1 or (self.schedule is not None and self.tau > self._steps):
-            raise ValueError(f"SpeeD: tau must be 'auto' or a step from 1 to {self._steps if self.schedule else 'T'}, got {self.tau}")
+            choose("SpeeD tau", self.tau, ("auto",))
+            return
+        check_whole(self, least=1, tau=self.tau)
+        if self.schedule is not None and self.tau > self._steps:
+            raise ValueError(f"SpeeD: tau must be 'auto' or a step from 1 to {self._steps}, got {self.tau}")
 
     @property
     def _steps(self) -> int:
-        return len(self.known_schedule.grid())
+        return len(self._schedule.grid())
 
     @cached_property
     def boundary(self) -> int:
         """The first step of the convergence area."""
-        return self.known_schedule.areas().converged if isinstance(self.tau, str) else self.tau
+        return self._schedule.areas().converged if isinstance(self.tau, str) else self.tau
 
     @cached_property
     def _first(self) -> Cells:
@@ -155,7 +160,7 @@ class SpeeD(Scheduled):
         side = np.where(np.arange(self._steps) < self.boundary, 1.0, -1.0)
         if self.variant == "released" and isinstance(self.tau, str):
             # its tanh(1e6·(slope per step - 1e-4)) + 1.5, written per unit time so that it holds for any number of steps
-            side = np.tanh(1e3 * (self.known_schedule.increments().speed * self._steps - CONVERGED_SLOPE))
+            side = np.tanh(1e3 * (self._schedule.increments().speed * self._steps - CONVERGED_SLOPE))
         return Cells((self.k + 1) / 2 + (self.k - 1) / 2 * side)
 
     @cached_property

@@ -23,17 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noiseclock.core.checks import build, check_positive, choose
+from noiseclock.core.checks import check_positive, check_whole, choose, resolve
+from noiseclock.core.table import Table, cell, widen
 
 Array = NDArray[np.float64]
 VARIANCES = ("fixed-large", "fixed-small")
 # SpeeD calls the tail, where √(1-ᾱ) has all but stopped rising, the convergence area: below 1e-4 a step at T = 1000, that is 0.1 per unit time.
 CONVERGED_SLOPE = 0.1
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """float64, or float32 on a device that has no float64 (Apple's MPS)."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def as_time(time: Tensor | float) -> Tensor:
@@ -203,8 +199,7 @@ class Discrete(Schedule):
         return np.asarray(np.cumprod(self.alphas), dtype=np.float64)
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 2:
-            raise ValueError(f"{type(self).__name__}: steps must be a whole number of at least 2, got {self.steps!r}")
+        check_whole(self, least=2, steps=self.steps)
         betas = self._make_betas()
         bad = ~((betas > 0) & (betas < 1))
         bad[-1] = not 0 < betas[-1] <= 1  # only the last step may destroy the signal entirely
@@ -214,7 +209,7 @@ class Discrete(Schedule):
 
     def step(self, time: Tensor) -> Tensor:
         """floor(u·T) as int64, with u = 1 in the last step."""
-        return (time.to(wide(time.device)) * self.steps).floor().clamp(0, self.steps - 1).long()
+        return cell(time, self.steps)
 
     def time_of(self, step: Tensor) -> Tensor:
         """The middle of the step's cell, (t+½)/T, float64."""
@@ -222,7 +217,7 @@ class Discrete(Schedule):
             raise TypeError(f"step must be an integer tensor, got {step.dtype}")
         if step.device.type == "cpu" and not bool(((step >= 0) & (step < self.steps)).all()):
             raise ValueError(f"step must lie in 0..{self.steps - 1}, got values from {step.min().item()} to {step.max().item()}")
-        return (step.to(wide(step.device)) + 0.5) / self.steps
+        return (widen(step) + 0.5) / self.steps
 
     def condition(self, time: Tensor) -> Tensor:
         return self.step(time)
@@ -233,7 +228,7 @@ class Discrete(Schedule):
 
     def inverse(self, log_snr: Tensor) -> Tensor:
         """The time of the step whose log-SNR is nearest."""
-        borders = self._table("borders", log_snr.device)
+        borders = self._tables["borders"].on(log_snr.device)
         # λ falls with the step and searchsorted wants rising values, so both are negated
         step = torch.searchsorted(-borders, -log_snr.to(borders.dtype).contiguous(), right=True)
         return _like(self.time_of(step), log_snr)
@@ -253,26 +248,15 @@ class Discrete(Schedule):
         return Posterior(*(_like(part, time) for part in parts))
 
     def vlb(self, time: Tensor, *, target: str = "eps", variance: str = "fixed-large") -> Tensor:
-        choose("variance", variance, dict.fromkeys(VARIANCES))
-        choose("target of the VLB coefficient", target, dict.fromkeys(("eps", "x0")))
+        choose("variance", variance, VARIANCES)
+        choose("target of the VLB coefficient", target, ("eps", "x0"))
         return _like(self._look_up(f"vlb {target} {variance}", time), time)
 
     def _look_up(self, name: str, time: Tensor) -> Tensor:
-        return self._table(name, time.device)[self.step(time)]
-
-    def _table(self, name: str, device: torch.device) -> Tensor:
-        # one copy per device, made at first use: a transfer inside a captured graph would be an error
-        key = (name, device)
-        if key not in self._copies:
-            self._copies[key] = torch.as_tensor(self._tables[name], device=device, dtype=wide(device))
-        return self._copies[key]
+        return self._tables[name].on(time.device)[self.step(time)]
 
     @cached_property
-    def _copies(self) -> dict[tuple[str, torch.device], Tensor]:
-        return {}
-
-    @cached_property
-    def _tables(self) -> dict[str, Array]:
+    def _tables(self) -> dict[str, Table]:
         beta, alpha, alpha_bar = self.betas, self.alphas, self.alpha_bar
         before = np.append(1.0, alpha_bar[:-1])
         with np.errstate(divide="ignore"):  # zero terminal SNR: ln 0 = -∞ is the truth
@@ -292,7 +276,7 @@ class Discrete(Schedule):
             tables[f"vlb x0 {name}"] = before * beta**2 / (2 * sigma2 * (1 - alpha_bar) ** 2)
             with np.errstate(divide="ignore"):  # at SNR 0 no error in eps is small enough for x0
                 tables[f"vlb eps {name}"] = beta**2 / (2 * sigma2 * alpha * (1 - alpha_bar))
-        return tables
+        return {name: Table(values) for name, values in tables.items()}
 
 
 def _zero_terminal(betas: Array) -> Array:
@@ -392,8 +376,8 @@ class Continuous(Schedule):
         return Posterior(*(_like(part, time) for part in parts))
 
     def vlb(self, time: Tensor, *, target: str = "eps", variance: str = "fixed-large") -> Tensor:
-        choose("variance", variance, dict.fromkeys(VARIANCES))
-        choose("target of the VLB coefficient", target, dict.fromkeys(("eps", "x0")))
+        choose("variance", variance, VARIANCES)
+        choose("target of the VLB coefficient", target, ("eps", "x0"))
         half = self.slope(time) / 2
         if target == "eps":
             return half
@@ -422,14 +406,14 @@ class EDM(Continuous):
 
     def log_sigma(self, time: Tensor) -> Tensor:
         """ln σ, float64."""
-        return math.log(self.sigma_min) + self._range * time.to(wide(time.device))
+        return math.log(self.sigma_min) + self._range * widen(time)
 
     def level(self, time: Tensor) -> Level:
         log_sigma = self.log_sigma(time)
         return Level(torch.ones_like(log_sigma), (2 * log_sigma).exp(), time, self)
 
     def inverse(self, log_snr: Tensor) -> Tensor:
-        log_sigma = -log_snr.to(wide(log_snr.device)) / 2
+        log_sigma = -widen(log_snr) / 2
         return _like(((log_sigma - math.log(self.sigma_min)) / self._range).clamp(0, 1), log_snr)
 
     def slope(self, time: Tensor) -> Tensor:
@@ -449,18 +433,18 @@ class Flow(Continuous):
         check_positive(self, condition_scale=self.condition_scale)
 
     def level(self, time: Tensor) -> Level:
-        u = time.to(wide(time.device))
+        u = widen(time)
         return Level((1 - u) ** 2, u**2, time, self)
 
     def inverse(self, log_snr: Tensor) -> Tensor:
-        return _like(torch.sigmoid(-log_snr.to(wide(log_snr.device)) / 2), log_snr)
+        return _like(torch.sigmoid(-widen(log_snr) / 2), log_snr)
 
     def slope(self, time: Tensor) -> Tensor:
-        u = time.to(wide(time.device))
+        u = widen(time)
         return _like(2 / (u * (1 - u)), time)
 
     def condition(self, time: Tensor) -> Tensor:
-        return (time.to(wide(time.device)) * self.condition_scale).float()
+        return (widen(time) * self.condition_scale).float()
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -488,11 +472,9 @@ def schedule(name: str | Schedule | Any, steps: int | None = None, **options: An
     ValueError: unknown schedule 'linaer'; known: betas, cosine, edm, flow, linear, quadratic, scaled-linear
     """
     given = options if steps is None else {"steps": steps, **options}
-    if isinstance(name, str):
-        return build("schedule", name, SCHEDULES, given)
-    if given:
-        raise TypeError(f"options {', '.join(given)} go with a schedule's name, not with a {type(name).__name__} object")
-    return name if isinstance(name, Schedule) else from_diffusers(name)
+    if not isinstance(name, (str, Schedule)):
+        name = from_diffusers(name)
+    return resolve("schedule", name, Schedule, SCHEDULES, given)
 
 
 def from_diffusers(scheduler: Any) -> Schedule:
@@ -510,3 +492,14 @@ def from_diffusers(scheduler: Any) -> Schedule:
     if hasattr(config, "shift") and hasattr(config, "num_train_timesteps"):
         return Flow(condition_scale=float(config.num_train_timesteps))
     raise TypeError(f"a schedule is a name, a Schedule or a diffusers scheduler with betas, sigma_data or shift; got {type(scheduler).__name__}")
+
+
+def diffusers_objective(scheduler: Any) -> str | None:
+    """The prediction target that a diffusers scheduler is set to, in our names; None where it says nothing."""
+    config: Any = getattr(scheduler, "config", None)
+    said = getattr(config, "prediction_type", None)
+    if hasattr(config, "sigma_data"):
+        return "edm"
+    if said is None:
+        return "flow" if hasattr(config, "shift") else None
+    return {"epsilon": "eps", "sample": "x0", "v_prediction": "v", "flow_prediction": "flow"}.get(said)

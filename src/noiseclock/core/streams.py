@@ -7,12 +7,10 @@ one to a tensor.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from noiseclock.core.schedules import wide
+from noiseclock.core.table import wide
 
 WORD = 2**64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -58,23 +56,24 @@ def uniform(start: Tensor, draw: Tensor) -> Tensor:
     return _shift(word, 64 - bits).to(wide(start.device)) * 2.0**-bits
 
 
-@lru_cache(maxsize=64)
-def places(seed: int, n: int, part: int, parts: int, device: torch.device) -> Tensor:
+def places(seed: int, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
     """The Weyl words of what one part needs: a jitter for each of the n·parts strata, n turns that all parts share, its own n for the order."""
     strata = n * parts
     index = torch.cat([torch.arange(strata + n), torch.arange(n) + (strata + n * (1 + part))])
-    return ((index + 1) * signed(GOLDEN) + signed(finalize(seed))).to(device)
+    return (index + 1) * signed(GOLDEN) + signed(finalize(seed))
 
 
-def stratified(seed: int, draw: Tensor, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
-    """(n,) uniforms: part `part` of a global batch of n·parts values, one in each of its n·parts strata; `draw` is a 0-d int64 tensor.
+def stratified(start: Tensor, draw: Tensor, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
+    """(n,) uniforms: part `part` of a global batch of n·parts values, one in each of its n·parts strata.
+
+    start: `places(seed, n, part=part, parts=parts)`, on the device of `draw`, a 0-d int64 tensor.
 
     The value in a stratum depends on (seed, draw) and the stratum alone, so the union over all parts is the draw of a single part of size
     n·parts. Each part holds one stratum out of every n-th of the range, so it is itself stratified; which one, and in which order, is random,
     so that no rank and no place in the batch sees the low end of its cell only.
     """
     strata = n * parts
-    random = uniform(places(seed, n, part, parts, draw.device), draw)
+    random = uniform(start, draw)
     jitter, turn, order = random[:strata], random[strata:-n], random[-n:]
     stratum = order.argsort()
     if parts > 1:

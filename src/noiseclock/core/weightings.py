@@ -17,15 +17,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import build, check_positive, choose
+from noiseclock.core.checks import check_finite, check_positive, choose, resolve
 from noiseclock.core.objectives import OBJECTIVES, Objective
-from noiseclock.core.schedules import VARIANCES, Level, Schedule, wide
+from noiseclock.core.schedules import VARIANCES, Level, Schedule
+from noiseclock.core.table import Table, cell, wide, widen
 
 # Above every finite weight of the usual schedules (EDM's reaches 2.5e5 at σ = 0.002), low enough that a float32 loss survives it.
 CAP = 1e6
@@ -189,10 +190,11 @@ class Sigmoid(Weighting):
     per: str = "log-snr"
 
     def __post_init__(self) -> None:
-        choose("measure of the sigmoid weighting", self.per, dict.fromkeys(("log-snr", "time")))
+        check_finite(self, bias=self.bias)
+        choose("measure of the sigmoid weighting", self.per, ("log-snr", "time"))
 
     def _slope(self, z: Level) -> Tensor | float:
-        return z.schedule.slope(z.time.to(z.a2.dtype)).clamp(max=CAP) if self.per == "log-snr" else 1.0
+        return z.schedule.slope(widen(z.time)).clamp(max=CAP) if self.per == "log-snr" else 1.0
 
     def _soft(self, z: Level) -> Tensor:
         return z.s2 + math.exp(-self.bias) * z.a2
@@ -214,10 +216,10 @@ class VLB(Weighting):
     variance: str = "fixed-large"
 
     def __post_init__(self) -> None:
-        choose("variance", self.variance, dict.fromkeys(VARIANCES))
+        choose("variance", self.variance, VARIANCES)
 
     def _coefficient(self, z: Level, target: str) -> Tensor:
-        return z.schedule.vlb(z.time.to(z.a2.dtype), target=target, variance=self.variance).clamp(max=CAP)
+        return z.schedule.vlb(widen(z.time), target=target, variance=self.variance).clamp(max=CAP)
 
     def x0(self, z: Level) -> Tensor:
         return self._coefficient(z, "x0")
@@ -249,13 +251,6 @@ class EDMWeight(Weighting):
         return z.a2 + z.s2 / self.sigma_data**2
 
 
-@lru_cache(maxsize=64)
-def _change_table(schedule: Schedule, lam: float, device: torch.device) -> Tensor:
-    change = schedule.increments().change
-    weight = (1 - lam) + (2 * lam - 1) * (change - change.min()) / (change.max() - change.min())
-    return torch.as_tensor(weight, device=device, dtype=wide(device))
-
-
 @dataclass(frozen=True)
 class ChangeAware(Weighting):
     """SpeeD's weight on eps: how fast the process changes at each step (the slope of 1-ᾱ), rescaled to [1-λ, λ]."""
@@ -263,12 +258,21 @@ class ChangeAware(Weighting):
     lam: float = 0.6
 
     def __post_init__(self) -> None:
+        check_finite(self, lam=self.lam)
         if not 0.5 <= self.lam <= 1:
             raise ValueError(f"ChangeAware: lam must lie in [0.5, 1], got {self.lam}")
 
     def eps(self, z: Level) -> Tensor:
-        table = _change_table(z.schedule, self.lam, z.a2.device)
-        return table[(z.time.to(z.a2.dtype) * len(table)).floor().clamp(0, len(table) - 1).long()]
+        if z.schedule not in self._tables:
+            change = z.schedule.increments().change
+            share = (change - change.min()) / (change.max() - change.min())
+            self._tables[z.schedule] = Table((1 - self.lam) + (2 * self.lam - 1) * share)
+        table = self._tables[z.schedule].on(z.a2.device)
+        return table[cell(z.time, len(table))]
+
+    @cached_property
+    def _tables(self) -> dict[Schedule, Table]:
+        return {}
 
     def x0(self, z: Level) -> Tensor:
         return z.snr.clamp(max=CAP) * self.eps(z)  # at lam = 1 the slowest step weighs 0, and ∞·0 is no number
@@ -297,8 +301,4 @@ def weighting(name: str | Weighting, **options: Any) -> Weighting:
     >>> weighting("min-snr", gamma=4.0)
     MinSNR(normalize=False, gamma=4.0)
     """
-    if isinstance(name, str):
-        return build("weighting", name, WEIGHTINGS, options)
-    if not isinstance(name, Weighting):
-        raise TypeError(f"a weighting is a name or a Weighting, got {type(name).__name__}")
-    return name
+    return resolve("weighting", name, Weighting, WEIGHTINGS, options)

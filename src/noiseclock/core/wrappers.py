@@ -11,10 +11,12 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import check_positive
-from noiseclock.core.samplers import TINY, Density, Draw, Sampler, Uniform, take_uniforms, widen
-from noiseclock.core.schedules import Schedule, wide
+from noiseclock.core.batch import Batch, Draw
+from noiseclock.core.checks import check_finite, check_positive, check_whole
+from noiseclock.core.probes import Probe
+from noiseclock.core.samplers import TINY, Density, Sampler, Setting, Uniform, take_uniforms
 from noiseclock.core.streams import in_unit
+from noiseclock.core.table import Table, widen
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -75,6 +77,7 @@ class Truncated(Density):
 
     def __post_init__(self) -> None:
         _needs_density(self, self.sampler)
+        check_finite(self, lo=self.lo, hi=self.hi)
         if not 0 <= self.lo < self.hi <= 1:
             raise ValueError(f"Truncated: needs 0 <= lo < hi <= 1, got lo = {self.lo}, hi = {self.hi}")
         lo, hi = self.sampler.support
@@ -113,61 +116,72 @@ class Truncated(Density):
         return torch.where(allowed, self.sampler.log_prob(u) - math.log(self._shares[1]), -math.inf)
 
 
-class Blend:
+class Blend(Sampler):
     """p = (1-f)·sampler + f·other, drawn by splitting the uniform at f: both parts stay stratified and nothing is inverted numerically.
 
-    It asks the parts for no more than the Sampler protocol, so learned samplers can be blended too.
+    Learned samplers can be blended too: the parts are asked for no more than any Sampler gives.
     """
 
     sampler: Sampler
     other: Sampler
+    _share: Table  # f, 0-d
 
-    def _share(self, device: torch.device) -> Tensor:
-        """f, a 0-d tensor."""
-        raise NotImplementedError(f"{type(self).__name__} must define its share")
+    @property
+    def _parts(self) -> tuple[Sampler, Sampler]:
+        return self.sampler, self.other
 
     @property
     def corrects(self) -> bool:
         return self.sampler.corrects
 
     @property
-    def every(self) -> int:
-        return self.sampler.every
+    def every(self) -> int:  # type: ignore[override]  # a plain number in other samplers
+        return max(part.every for part in self._parts)
 
     @property
     def support(self) -> tuple[float, float]:
         (a, b), (c, d) = self.sampler.support, self.other.support
         return min(a, c), max(b, d)
 
+    @property
+    def counts_updates(self) -> bool:
+        return any(part.counts_updates for part in self._parts)
+
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
-        f = self._share(v.device)
+        f = self._share.on(v.device)
         other = self.other.sample(n, x0=x0, uniforms=in_unit(v / f.clamp(min=TINY)))
         main = self.sampler.sample(n, x0=x0, uniforms=in_unit((v - f) / (1 - f).clamp(min=TINY)))
         time = torch.where(v < f, other.time, main.time)
         return Draw(time, self.log_prob(time, x0=x0))
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
-        """Log density of the blend."""
         return self._mix(self.sampler.log_prob(time, x0=x0), self.other.log_prob(time, x0=x0))
 
     def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
-        """(B,) the log probability of each given step."""
         return self._mix(self.sampler.log_pmf(step, steps, x0=x0), self.other.log_pmf(step, steps, x0=x0))
 
     def _mix(self, main: Tensor, other: Tensor) -> Tensor:
-        f = self._share(main.device)
+        f = self._share.on(main.device)
         return torch.logaddexp((-f).log1p() + main, f.log() + other)
 
-    def bind(self, schedule: Schedule) -> Self:
-        return replace(self, sampler=self.sampler.bind(schedule), other=self.other.bind(schedule))  # type: ignore[type-var]  # both are dataclasses
+    def bind(self, setting: Setting) -> Self:
+        return replace(self, sampler=self.sampler.bind(setting), other=self.other.bind(setting))  # type: ignore[type-var]  # both are dataclasses
 
-    def update(self, draw: Draw, losses: Tensor) -> None:
-        self.sampler.update(draw, losses)
-        self.other.update(draw, losses)
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        for part in self._parts:
+            part.update(batch, losses)
+
+    def before(self, probe: Probe) -> None:
+        for part in self._parts:
+            part.before(probe)
+
+    def after(self, probe: Probe, batch: Batch) -> None:
+        for part in self._parts:
+            part.after(probe, batch)
 
     def advance(self, updates: int) -> bool:
-        moved = [part.advance(updates) for part in (self.sampler, self.other)]
+        moved = [part.advance(updates) for part in self._parts]
         return any(moved)
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,11 +207,10 @@ class Mixture(Blend):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
+        check_finite(self, floor=self.floor)
         if not 0 < self.floor < 1:
             raise ValueError(f"Mixture: floor must lie between 0 and 1, got {self.floor}")
-
-    def _share(self, device: torch.device) -> Tensor:
-        return torch.full((), self.floor, device=device, dtype=wide(device))
+        object.__setattr__(self, "_share", Table(self.floor))
 
 
 @dataclass
@@ -211,13 +224,12 @@ class Annealed(Blend):
     other: Sampler = Uniform()
     start: int = 0
     stop: int = 1000
-    share: float = field(init=False, repr=False, compare=False, default=0.0)
-    # device -> f, written in place so that a captured graph sees the new value
-    _shares: dict[torch.device, Tensor] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _share: Table = field(init=False, repr=False, compare=False, default_factory=lambda: Table(0.0))
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"Annealed: needs 0 <= start < stop, got start = {self.start}, stop = {self.stop}")
+        check_whole(self, least=0, start=self.start, stop=self.stop)
+        if self.start >= self.stop:
+            raise ValueError(f"Annealed: start must come before stop, got start = {self.start}, stop = {self.stop}")
 
     @property
     def support(self) -> tuple[float, float]:
@@ -225,14 +237,18 @@ class Annealed(Blend):
         (a, b), (c, d) = self.sampler.support, self.other.support
         return max(a, c), min(b, d)
 
-    def _share(self, device: torch.device) -> Tensor:
-        if device not in self._shares:
-            self._shares[device] = torch.full((), self.share, device=device, dtype=wide(device))
-        return self._shares[device]
+    @property
+    def counts_updates(self) -> bool:
+        return True
+
+    @property
+    def share(self) -> float:
+        """The part of `other` now."""
+        return float(self._share.values)
 
     def advance(self, updates: int) -> bool:
-        before = self.share
-        self.share = min(max((updates - self.start) / (self.stop - self.start), 0.0), 1.0)
-        for share in self._shares.values():
-            share.fill_(self.share)
-        return super().advance(updates) or self.share != before
+        share = min(max((updates - self.start) / (self.stop - self.start), 0.0), 1.0)
+        moved = share != self.share
+        if moved:
+            self._share.set_(share)
+        return super().advance(updates) or moved

@@ -80,7 +80,7 @@ def train(data: GaussianMixture, sampler: nc.Sampler, weighting: nc.Weighting, *
     model = Denoiser()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
     warm_down = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    clock = nc.Clock("linear", sampler, weighting, correct="none", seed=seed).attach(optimizer)
+    clock = nc.Clock("linear", sampler, weighting, seed=seed).attach(optimizer)
     points = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     for _ in range(steps):

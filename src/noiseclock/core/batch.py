@@ -1,0 +1,68 @@
+"""From times to a batch that is ready for the model, and how a model is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noiseclock.core.objectives import Objective
+from noiseclock.core.schedules import Schedule
+
+Predict = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Times and how likely they were.
+
+    time: (B,) in [0, 1). log_prob: (B,) log density in time. log_pmf: (B,) log probability of the step, where the schedule is discrete and the
+    sampler knows it already.
+    """
+
+    time: Tensor
+    log_prob: Tensor
+    log_pmf: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch, ready for the model.
+
+    x0 (B, ...): the data. x_t (B, ...): what the model sees, in the dtype of x0. t (B,): what the model is told of the noise level.
+    target (B, ...): what it should predict. noise (B, ...). time (B,): in [0, 1). weight (B,): the loss weight. correction (B,): base/p, 1 where
+    the loss is not corrected. cond: passed through. draw: the sampler's account of the times, None where they were chosen by hand.
+    """
+
+    x0: Tensor
+    x_t: Tensor
+    t: Tensor
+    target: Tensor
+    noise: Tensor
+    time: Tensor
+    weight: Tensor
+    correction: Tensor
+    cond: Any = None
+    draw: Draw | None = None
+
+
+def column(value: Tensor, like: Tensor) -> Tensor:
+    """(B,) as (B, 1, ...), to be multiplied with `like` (B, ...), in its dtype but float32 at least."""
+    return value.to(torch.promote_types(like.dtype, torch.float32)).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def noised(schedule: Schedule, objective: Objective, x0: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model sees of x0 (B, ...) at times (B,), in the dtype of x0, and what it should predict, float32 at least."""
+    level = schedule.level(time)
+    a, s = column(level.a2.sqrt(), x0), column(level.s2.sqrt(), x0)
+    return objective.model_input(a * x0 + s * noise, a, s).to(x0.dtype), objective.target(x0, noise, a, s)
+
+
+def call(predict: Predict, x_t: Tensor, t: Tensor, cond: Any) -> Tensor:
+    """`predict(x_t, t)`, with conditioning: keywords if it is a mapping, else a third argument."""
+    if cond is None:
+        return predict(x_t, t)
+    return predict(x_t, t, **cond) if isinstance(cond, Mapping) else predict(x_t, t, cond)
