@@ -1,6 +1,7 @@
 import copy
 import functools
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -373,7 +374,7 @@ def test_explicit_probes_for_captured_graphs():
 def test_a_probing_sampler_without_a_model_says_so():
     with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
         nc.Clock("linear", Probing()).draw(data())
-    with pytest.raises(ValueError, match=r"cannot find the model behind predict=.*name it: clock\.attach"):
+    with pytest.raises(ValueError, match=r"cannot find the model that is trained behind predict=.*name it: clock\.attach"):
         nc.Clock("linear", Probing()).draw(data(), predict=torch.add)
     # and neither call has moved the clock
     clock, twin = nc.Clock("linear", Probing()), nc.Clock("linear", Probing())
@@ -421,6 +422,15 @@ class Opaque:
 
     def __call__(self, x, t):
         return self._call[0](x, t)
+
+
+def test_a_predict_that_shows_another_model_only_is_refused():
+    other, hidden = Denoiser(), Opaque(Denoiser())
+    predict = lambda x, t: hidden(x, t) + 0 * other(x, t)  # noqa: E731
+    optimizer = torch.optim.SGD(hidden._call[0].parameters(), lr=0.1)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    with pytest.raises(ValueError, match="cannot find the model that is trained"):
+        clock.draw(data(), predict=predict)
 
 
 def test_a_probe_sees_the_updated_weights_under_autocast():
@@ -471,7 +481,7 @@ def test_probes_of_many_times_come_in_chunks_of_the_batch():
     model = Watched(2, 2)
     x0, noise, label = (torch.randn(8, 2, generator=torch.Generator().manual_seed(i)) for i in range(3))
     schedule, objective = nc.schedule("linear"), nc.objective("eps")
-    probe = nc.Probe(model, schedule, objective, x0, {"label": label}, noise=noise)
+    probe = nc.Probe(model, schedule, objective, x0, {"label": label}, noise=noise, modules=[model])
     time = schedule.grid()[::50]  # 20 times of one sample: three chunks, the last one filled up
     rows, noise_rows = torch.full((20,), 3), torch.arange(20) % 8
     losses = probe.losses(time, rows, noise_rows)
@@ -662,6 +672,7 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         ({**good, "sampler": {"x": 1}}, "has no state, but was given"),
         ({**good, "record": {}}, "50 bins"),
         ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
+        ({**good, "draws": "x"}, "invalid literal"),
         (None, "not the whole state of a Clock: it is None"),
         (nc.Clock("cosine", "speed", nc.MinSNR(5.0), seed=1).state_dict(), "its schedule is Cosine"),
         (nc.Clock("linear", "uniform", nc.MinSNR(5.0), seed=1).state_dict(), r"its sampler is Uniform\(\)"),
@@ -688,6 +699,80 @@ def test_loading_into_a_used_clock_goes_on_from_the_state():
     assert torch.equal(again.noise, expected.noise)
     assert torch.equal(again.time, expected.time)
     assert clock.generator(torch.device("cpu")) is generator  # a captured graph may hold it
+
+
+def test_inference_mode_leaves_the_clock_usable():
+    """A validation pass before training must not turn the clock's counters into tensors that can never be written again."""
+    with torch.inference_mode():
+        clock = nc.Clock("linear", nc.Annealed(nc.LogitNormal(), start=0, stop=4), nc.MinSNR(normalize=True))
+        clock.draw(data())
+        clock.draw(torch.empty(4, 2, device="meta"), noise=torch.empty(4, 2, device="meta"))
+    for _ in range(3):
+        b = clock.draw(torch.empty(4, 2, device="meta"), noise=torch.empty(4, 2, device="meta"))
+        clock.loss(b, b.noise)
+        clock.updated()
+    assert clock.sampler.share == 0.75
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda clock: pickle.loads(pickle.dumps(clock))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_by_itself_and_leaves_the_optimizer_behind(copied):
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", nc.SpeeD(), nc.ChangeAware()).attach(optimizer)
+    clock.draw(data())
+    again = copied(clock)
+    assert torch.equal(again.draw(data()).noise, clock.draw(data()).noise)
+    with again.step(model, data()) as losses:
+        losses.mean().backward()
+    optimizer.step()
+    assert (again.updates, clock.updates) == (1, 1)
+
+
+def test_a_saved_run_with_skipped_steps_resumes_exactly():
+    """A fused optimiser under a GradScaler with an annealed sampler: the blend must follow the updates that were made, at once."""
+
+    def run(clock, scaler, model, optimizer, steps):
+        times = []
+        for step in steps:
+            b = clock.draw(data(), predict=model)
+            times.append(b.time)
+            scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
+            if step in (1, 2):
+                model.net[0].weight.grad[0, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return times
+
+    def make():
+        model = Denoiser()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        clock = nc.Clock("linear", nc.Annealed(nc.LogitNormal(), start=0, stop=8)).attach(optimizer)
+        return clock, torch.amp.GradScaler("cpu", init_scale=8.0), model, optimizer
+
+    whole = make()
+    expected = run(*whole, range(8))
+    parts = make()
+    times = run(*parts, range(4))
+    second = make()
+    second[0].load_state_dict(parts[0].state_dict())
+    times += run(second[0], *parts[1:2], *second[2:], range(4, 8))
+    assert all(torch.equal(x, y) for x, y in zip(times, expected, strict=True))
+    assert whole[0].updates == 6
+
+
+def test_the_base_may_be_annealed():
+    clock = nc.Clock("linear", "uniform", base=nc.Annealed(nc.LogitNormal(), start=0, stop=10), correct="importance")
+    for _ in range(5):
+        clock.updated()
+    assert clock.base.share == 0.5
+    again = nc.Clock("linear", "uniform", base=nc.Annealed(nc.LogitNormal(), start=0, stop=10), correct="importance")
+    again.load_state_dict(clock.state_dict())
+    assert again.base.share == 0.5
+
+
+def test_equal_settings_are_equal_however_written():
+    nc.Clock("linear", "uniform", nc.MinSNR(5)).load_state_dict(nc.Clock("linear", "uniform", nc.MinSNR(5.0)).state_dict())
 
 
 # --- ready for capture -------------------------------------------------------------------------------------------------------------------

@@ -110,6 +110,11 @@ def test_masses_of_all_levels_sum_to_one():
         assert mass.sum().item() == pytest.approx(1, abs=1e-9)
 
 
+def test_step_0_is_the_decoders():
+    with pytest.raises(ValueError, match="begin at step 1"):
+        kl_term(nc.schedule("linear"), torch.tensor([0]), torch.zeros(1, 2), torch.zeros(1, 2))
+
+
 def test_bound_needs_steps_and_bits_are_bits():
     with pytest.raises(TypeError, match="Flow has none"):
         bound(nc.schedule("flow"), nc.objective("flow"), lambda x, t: x, torch.zeros(1, 2))
@@ -126,8 +131,7 @@ def test_loss_of_the_exact_denoiser_on_a_mixture_is_the_integral_at_every_level(
     clock = nc.Clock(schedule, "uniform")
     generator = torch.Generator().manual_seed(0)
     for u in torch.linspace(0.025, 0.975, 20, dtype=torch.float64):
-        at_u = nc.Clock(schedule, nc.Truncated(nc.Uniform(), u.item(), u.item() + 1e-9), correct="none")
-        batch = at_u.draw(data.sample(20_000, generator).double())
+        batch = clock.at(data.sample(20_000, generator).double(), u, generator=generator)
         a, s = (c.reshape(-1, 1) for c in schedule(batch.time))
         exact = GaussianMixture(data.means.double(), data.std)
         losses = clock.loss(batch, exact.eps(batch.x_t, a, s))

@@ -76,6 +76,22 @@ def test_values_are_computed_in_float64_whatever_the_dtype_of_time(schedule, dty
     assert torch.equal(s, exact_s.to(s.dtype))
 
 
+def test_numbers_of_numpy_are_numbers():
+    assert nc.schedule("linear", steps=np.int64(1000), beta_end=np.float32(0.02)).steps == 1000
+    assert repr(nc.schedule("linear", steps=np.int64(10))) == repr(nc.schedule("linear", steps=10))
+
+
+def test_edm_slope_is_not_rounded_to_the_dtype_of_time():
+    assert nc.schedule("edm").slope(torch.tensor([0.5], dtype=torch.bfloat16)).item() == pytest.approx(2 * math.log(40_000), rel=1e-6)
+
+
+def test_a_default_device_is_not_asked():
+    with torch.device("meta"):
+        assert nc.schedule("linear").areas() == Areas(219, 641)
+        assert nc.SpeeD(schedule=nc.schedule("linear")).pmf(1000).device.type == "cpu"
+        nc.Clock("linear", nc.SpeeD(), nc.ChangeAware(normalize=True)).plot_data()
+
+
 def test_other_devices_get_their_own_tables():
     for schedule in ALL:
         time = torch.empty(5, device="meta")
@@ -209,7 +225,7 @@ class Fake:
 
     def __init__(self, betas=None, **config):
         if betas is not None:
-            self.betas = betas
+            self.betas, self.alphas_cumprod = betas, (1 - betas).cumprod(0)
         self.config = type("Config", (), config)()
 
 
@@ -240,6 +256,12 @@ def test_a_scheduler_object_is_read_without_its_library():
         (lambda: nc.schedule("flow")(torch.tensor([1.5])), ValueError, r"must lie in \[0, 1\], got values from 1.5"),
         (lambda: nc.schedule("flow")(torch.tensor([float("nan")])), ValueError, "got values from nan"),
         (lambda: nc.schedule("linear").snr(-0.1), ValueError, "got values from -0.1"),
+        (lambda: nc.schedule("linear").vlb(torch.tensor([500])), TypeError, "time_of"),
+        (lambda: nc.schedule("flow").slope(torch.tensor([1.5])), ValueError, r"must lie in \[0, 1\]"),
+        (lambda: nc.schedule("edm").condition(torch.tensor([-1.0])), ValueError, r"must lie in \[0, 1\]"),
+        (lambda: nc.schedule("flow").posterior(torch.tensor([0.1]), torch.tensor([0.5])), ValueError, "goes back in time"),
+        (lambda: nc.schedule("betas", betas=[0.1]), ValueError, "at least 2 steps are needed, got 1"),
+        (lambda: nc.schedule("betas", betas=[1e-17, 0.1]), ValueError, "noise must increase at every step"),
         (lambda: nc.schedule("linear")(torch.tensor([3])), TypeError, "time_of"),
         (lambda: discrete("linear").time_of(torch.tensor([1000])), ValueError, r"0\.\.999"),
         (lambda: discrete("linear").time_of(torch.tensor([0.5])), TypeError, "integer tensor"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 Thing = TypeVar("Thing")
@@ -43,25 +43,32 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
     return make(**options)
 
 
-def check_finite(owner: object, **values: Any) -> None:
-    """Raise unless every value is a finite number."""
-    for name, value in values.items():
+def take_finite(owner: Any, *names: str) -> None:
+    """Turn these attributes of a (frozen) dataclass into floats, or raise unless they are finite numbers.
+
+    As floats, so that MinSNR(5) and MinSNR(5.0) are one and print alike.
+    """
+    for name in names:
+        value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {value!r}")
         if not math.isfinite(value):
             raise ValueError(f"{type(owner).__name__}: {name} must be finite, got {value}")
+        object.__setattr__(owner, name, float(value))
 
 
-def check_positive(owner: object, **values: Any) -> None:
-    """Raise unless every value is a finite number above zero."""
-    check_finite(owner, **values)
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"{type(owner).__name__}: {name} must be positive, got {value}")
+def take_positive(owner: Any, *names: str) -> None:
+    """The same, for numbers above zero."""
+    take_finite(owner, *names)
+    for name in names:
+        if getattr(owner, name) <= 0:
+            raise ValueError(f"{type(owner).__name__}: {name} must be positive, got {getattr(owner, name)}")
 
 
-def check_whole(owner: object, *, least: int, **values: Any) -> None:
-    """Raise unless every value is a whole number of at least `least`."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def take_whole(owner: Any, *names: str, least: int) -> None:
+    """The same, for whole numbers of at least `least`."""
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ValueError(f"{type(owner).__name__}: {name} must be a whole number of at least {least}, got {value!r}")
+        object.__setattr__(owner, name, int(value))

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from noiseclock.core import names
 from noiseclock.core.batch import Batch, Draw, Predict, call, noised
 from noiseclock.core.checks import choose
-from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
-from noiseclock.core.probes import Probe, autocast_dtype
+from noiseclock.core.objectives import Objective, objective as make_objective, of_diffusers, squared_error
+from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
 from noiseclock.core.samplers import Sampler, Setting, Uniform
-from noiseclock.core.schedules import Array, Discrete, Schedule, as_time, diffusers_objective, schedule as make_schedule
+from noiseclock.core.schedules import Array, Discrete, Schedule, as_time, schedule as make_schedule
 from noiseclock.core.streams import finalize, places, stratified
-from noiseclock.core.table import Table, wide
+from noiseclock.core.table import Table, lasting, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
 
 VERSION = 1  # of the state; raised when an older one can no longer be read
@@ -91,7 +91,8 @@ class Clock:
         self.optimizer: Any = None
         self._model: list[nn.Module] | None = None
         # counters: batches drawn, on the device of the data; optimiser updates, less those that a fused optimiser may have skipped
-        self._draws = torch.zeros((), dtype=torch.int64)
+        with lasting():
+            self._draws = torch.zeros((), dtype=torch.int64, device="cpu")
         self._updates = 0
         self._unread_skips: Tensor | None = None
         self._waiting = 0
@@ -218,12 +219,14 @@ class Clock:
         """The mean weight under the sampler, or under the base when the loss is corrected to it."""
         density = self.base if self.corrected else self.sampler
         if isinstance(self.schedule, Discrete):
-            step = torch.arange(self.schedule.steps)
+            step = torch.arange(self.schedule.steps, device="cpu")
             weight = self.weighting(self.schedule, self.schedule.time_of(step), self.objective)
             return (density.log_pmf(step, self.schedule.steps).exp() * weight).sum()
-        points = 2**14
-        middles = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-        return self.weighting(self.schedule, density.sample(points, uniforms=middles).time, self.objective).mean()
+        # evenly in logit(u), because weights may be steep at both ends of time
+        x = torch.linspace(-35, 35, 2**16, dtype=torch.float64, device="cpu")
+        time = torch.sigmoid(x)
+        share = density.log_prob(time).exp() * time * torch.sigmoid(-x)
+        return (share * self.weighting(self.schedule, time, self.objective)).sum() / share.sum()
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
 
@@ -249,7 +252,7 @@ class Clock:
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
             self.updated()
-        elif self._probe is not None:
+        elif self._probe is not None or self.sampler.counts_updates or self.base.counts_updates:
             self.updated(skipped=bool(found_inf))
         else:
             skips = torch.zeros_like(found_inf) if self._unread_skips is None else self._unread_skips
@@ -266,7 +269,15 @@ class Clock:
         if probe is not None and self._batch is not None:
             self.sampler.after(probe, self._batch)
             self._next_probe = self._updates - 1 + self.sampler.every
-        if (self.sampler.advance(self._updates) or probe is not None) and self._mean_weight is not None:
+        if self._advance() or probe is not None:
+            self._refresh()
+
+    def _advance(self) -> bool:
+        moved = [density.advance(self._updates) for density in (self.sampler, self.base)]
+        return any(moved)
+
+    def _refresh(self) -> None:
+        if self._mean_weight is not None:
             self._mean_weight.set_(self._measure_mean())
 
     @property
@@ -290,17 +301,24 @@ class Clock:
 
         `draw` does this when a probe is due. Around a captured graph do it yourself: `if clock.due: clock.probe(x0, model)`, replay, `updated()`.
         """
+        modules = modules_of(predict) if self._model is None else self._model
+        if not modules or (self.optimizer is not None and not self._trains(modules)):
+            raise ValueError(f"cannot find the model that is trained behind predict={predict!r}; name it: clock.attach(optimizer, model=model)")
         # noise of its own, by the update: what is trained must not depend on how often one looks
         generator = torch.Generator(x0.device).manual_seed(self._stream("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=_at_least_float32(x0))
         self._probe = Probe(
-            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=self._model, autocast=autocast_dtype(x0.device) or self._autocast
+            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast_dtype(x0.device) or self._autocast
         )
         self.sampler.before(self._probe)
 
+    def _trains(self, modules: list[nn.Module]) -> bool:
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return any(id(p) in trained for module in modules for p in module.parameters())
+
     def _before_update(self, x0: Tensor, predict: Predict | None, cond: Any) -> None:
         self._waiting += 1
-        if self._waiting == PATIENCE and self.sampler.counts_updates:
+        if self._waiting == PATIENCE and (self.sampler.every or self.sampler.counts_updates):
             warnings.warn(
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so {type(self.sampler).__name__} stands still; "
                 "call clock.attach(optimizer), or clock.updated() after each update",
@@ -317,7 +335,7 @@ class Clock:
         """p, w and their product over time, on the schedule's steps or on `points` times."""
         time = self.schedule.grid(points)
         if isinstance(self.schedule, Discrete):
-            step, steps = torch.arange(self.schedule.steps), self.schedule.steps
+            step, steps = torch.arange(self.schedule.steps, device="cpu"), self.schedule.steps
             p, base = (density.log_pmf(step, steps).exp() * steps for density in (self.sampler, self.base))
         else:
             p, base = self.sampler.log_prob(time).exp(), self.base.log_prob(time).exp()
@@ -331,10 +349,6 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs: nested dicts of tensors, numbers and strings."""
-        rank, world_size = self.place()
-        noise: Mapping[str, Any] = self._saved_noise or {}
-        if self._noise is not None:
-            noise = {"device": self._noise.device.type, "rank": rank, "world_size": world_size, "state": self._noise.get_state()}
         return {
             "version": VERSION,
             "setup": self._setup(),
@@ -343,7 +357,7 @@ class Clock:
             "draws": int(self._draws),
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
-            "noise": dict(noise),
+            "noise": self._noise_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -353,6 +367,7 @@ class Clock:
         go on in either case.
         """
         self._check_state(state)
+        updates, next_probe, draws = (int(state[name]) for name in ("updates", "next_probe", "draws"))
         before = self.sampler.state_dict()
         try:
             self.sampler.load_state_dict(state["sampler"])
@@ -360,15 +375,14 @@ class Clock:
             self.sampler.load_state_dict(before)
             raise
         self.record.load_state_dict(state["record"])
-        self._updates, self._next_probe, self._unread_skips = int(state["updates"]), int(state["next_probe"]), None
-        self._draws.fill_(int(state["draws"]))
+        self._updates, self._next_probe, self._unread_skips = updates, next_probe, None
+        self._draws.fill_(draws)
         self._saved_noise = state["noise"] or None
         if self._noise is not None:
             self._seed_noise(self._noise)  # in place: a captured graph may hold the generator
         self._probe = self._batch = None
-        self.sampler.advance(self._updates)
-        if self._mean_weight is not None:
-            self._mean_weight.set_(self._measure_mean())
+        self._advance()
+        self._refresh()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or (missing := STATE - set(state)):
@@ -408,7 +422,8 @@ class Clock:
     def _next_draw(self, device: torch.device, *, first: bool) -> Tensor:
         """The number of this draw, the same on every rank. Micro-batches of one update share it: only the first one moves on."""
         if self._draws.device != device:
-            self._draws = self._draws.to(device)
+            with lasting():
+                self._draws = self._draws.to(device)
         if first:
             self._draws += 1
         return self._draws
@@ -435,6 +450,17 @@ class Clock:
         else:
             generator.manual_seed(self._stream("noise", int(self._draws)))
 
+    def _noise_state(self) -> dict[str, Any]:
+        if self._noise is None:
+            return dict(self._saved_noise or {})
+        rank, world_size = self.place()
+        return {"device": self._noise.device.type, "rank": rank, "world_size": world_size, "state": self._noise.get_state()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what belongs to one optimiser or one step stays behind, and a copy must be attached anew."""
+        left = {"_hook": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_noise": None}
+        return {**self.__dict__, **left, "_saved_noise": self._noise_state() or None}
+
     def _stream(self, purpose: str, count: int) -> int:
         """A seed of this rank's own, for one purpose from one count on."""
         word = self.seed
@@ -444,10 +470,12 @@ class Clock:
 
 
 def _objective(given: str | Objective | None, schedule: Any) -> Objective:
-    told = diffusers_objective(schedule)
-    chosen = make_objective(given or told or "eps")
-    if told is not None and chosen.name != told:
-        raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told!r}; change one of them")
+    told = of_diffusers(schedule)
+    if given is None:
+        return told or make_objective("eps")
+    chosen = make_objective(given)
+    if told is not None and chosen.name != told.name:
+        raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told.name!r}; change one of them")
     return chosen
 
 

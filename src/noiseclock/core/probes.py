@@ -60,9 +60,9 @@ def take_rows(cond: Any, rows: Tensor, batch: int) -> Any:
 class Probe:
     """One model, seen before and after an optimiser update with the same data, noise and conditioning.
 
-    x0 (B, ...), noise (B, ...): copies, so that a replayed graph cannot change them in between. The model runs as in training but in
-    evaluation mode: raw weights, the same autocast (`autocast`, a dtype or None), and always B rows at a time, so that nothing recompiles and
-    no forward needs more memory than a training step.
+    x0 (B, ...), noise (B, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
+    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always B rows at a time, so that nothing recompiles
+    and no forward needs more memory than a training step.
     """
 
     def __init__(
@@ -74,17 +74,14 @@ class Probe:
         cond: Any = None,
         *,
         noise: Tensor,
-        modules: list[nn.Module] | None = None,
+        modules: list[nn.Module],
         autocast: torch.dtype | None = None,
     ) -> None:
         # DDP's own forward would take part in its buffers' broadcasts; there is nothing to reduce in a probe
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
         self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
-        self.modules = modules_of(predict) if modules is None else modules
-        self.autocast = autocast
-        if not self.modules:
-            raise ValueError(f"cannot find the model behind predict={predict!r}; name it: clock.attach(optimizer, model=model)")
+        self.modules, self.autocast = modules, autocast
 
     def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) under the noises `noise_rows` (N,).

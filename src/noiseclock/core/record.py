@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from noiseclock.core.schedules import Array
-from noiseclock.core.table import cell, wide
+from noiseclock.core.table import cell, lasting, wide
 
 # Recent losses are remembered for about this many batches.
 WINDOW = 1000
@@ -35,13 +35,15 @@ class Record:
     def __init__(self, bins: int = 50) -> None:
         self.bins = bins
         # rows: all times drawn; recent times, fading; recent losses, fading
-        self._sums = torch.zeros(3, bins, dtype=torch.float64)
+        with lasting():
+            self._sums = torch.zeros(3, bins, dtype=torch.float64, device="cpu")
 
     def add(self, time: Tensor, losses: Tensor) -> None:
         """Note times (B,) and their unweighted losses (B,). Losses that are not finite count as drawn and are otherwise left out."""
         device = time.device
         if self._sums.device != device:
-            self._sums = self._sums.to(device, wide(device))
+            with lasting():
+                self._sums = self._sums.to(device, wide(device))
         losses = losses.detach().to(self._sums.dtype)
         finite = losses.isfinite()
         rows = torch.stack([torch.ones_like(losses), finite.to(losses.dtype), torch.where(finite, losses, 0.0)])

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import check_finite, check_positive, check_whole, choose
+from noiseclock.core.batch import Draw
+from noiseclock.core.checks import choose, take_finite, take_positive, take_whole
 from noiseclock.core.normal import normal_log_prob, normal_mass
-from noiseclock.core.samplers import TINY, Cells, Density, inside
+from noiseclock.core.samplers import TINY, Cells, Density, inside, take_uniforms, unit_time
 from noiseclock.core.schedules import CONVERGED_SLOPE, Discrete, Schedule
 from noiseclock.core.table import widen
 
@@ -44,8 +45,8 @@ class LogSNRNormal(Scheduled):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        check_finite(self, mean=self.mean)
-        check_positive(self, std=self.std)
+        take_finite(self, "mean")
+        take_positive(self, "std")
 
     @property
     def _moments(self) -> tuple[float, float]:
@@ -61,7 +62,7 @@ class LogSNRNormal(Scheduled):
     @cached_property
     def _ends(self) -> tuple[float, float, float]:
         """z at time 0 and at time 1, and the mass between them; Python numbers, so that no draw copies anything to its device."""
-        lo, hi = self._z(torch.tensor([0.0, 1.0], dtype=torch.float64))
+        lo, hi = self._z(torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
         return lo.item(), hi.item(), self._reached(normal_mass(lo, hi).item())
 
     @cached_property
@@ -71,7 +72,7 @@ class LogSNRNormal(Scheduled):
             return None
         z = self._z(schedule.grid())
         middle = (z[1:] + z[:-1]) / 2
-        # the first and the last cell reach as far outwards as inwards; a last step without any signal reaches to infinity
+        # The first and the last cell reach as far outwards as inwards. No finite λ is nearest to a last step without signal: it keeps TINY.
         last = 2 * z[-1:] - middle[-1:] if z[-1].isfinite() else z[-1:]
         borders = torch.cat([2 * z[:1] - middle[:1], middle, last])
         mass = normal_mass(borders[:-1], borders[1:])
@@ -101,7 +102,7 @@ class LogSNRNormal(Scheduled):
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
         if self._cells is not None:
-            return self._cells.log_prob(widen(time))
+            return self._cells.log_prob(unit_time(time))
         u = inside(time)
         return normal_log_prob(self._z(u), self._moments[1]) + self._schedule.slope(u).log() - math.log(self._ends[2])
 
@@ -135,12 +136,12 @@ class SpeeD(Scheduled):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, k=self.k)
+        take_positive(self, "k")
         choose("SpeeD variant", self.variant, ("paper", "released"))
         if isinstance(self.tau, str):
             choose("SpeeD tau", self.tau, ("auto",))
             return
-        check_whole(self, least=1, tau=self.tau)
+        take_whole(self, "tau", least=1)
         if self.schedule is not None and self.tau > self._steps:
             raise ValueError(f"SpeeD: tau must be 'auto' or a step from 1 to {self._steps}, got {self.tau}")
 
@@ -167,7 +168,7 @@ class SpeeD(Scheduled):
     def _marginal(self) -> Cells:
         if self.variant == "paper":
             return self._first
-        dual = self._dual(torch.arange(self._steps))
+        dual = self._dual(torch.arange(self._steps, device="cpu"))
         return Cells(self._first.pmf.index_add(0, dual, self._first.pmf))
 
     def _dual(self, step: Tensor) -> Tensor:
@@ -175,17 +176,20 @@ class SpeeD(Scheduled):
         return torch.where(step < m, m - step, step - m)
 
     def icdf(self, v: Tensor) -> Tensor:
-        v = widen(v)
+        return self._marginal.icdf(widen(v))
+
+    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         if self.variant == "paper":
-            return self._first.icdf(v)
+            return super().sample(n, x0=x0, uniforms=uniforms, generator=generator)
         # the lower half of the uniforms draws, the upper half draws the duals; stratified uniforms feed both alike
+        v = take_uniforms(n, x0, uniforms, generator)
         place = self._first.icdf(torch.where(v < 0.5, 2 * v, 2 * v - 1)) * self._steps
         step = place.floor()
-        dual = self._dual(step.long()) + (place - step)
-        return torch.where(v < 0.5, place, dual) / self._steps
+        time = torch.where(v < 0.5, place, self._dual(step.long()) + (place - step)) / self._steps
+        return Draw(time, self.log_prob(time))
 
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
         return self._marginal.mass(widen(lo), widen(hi))
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
-        return self._marginal.log_prob(widen(time))
+        return self._marginal.log_prob(unit_time(time))

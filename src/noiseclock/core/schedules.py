@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noiseclock.core.checks import check_positive, check_whole, choose, resolve
+from noiseclock.core.checks import choose, resolve, take_positive, take_whole
 from noiseclock.core.table import Table, cell, widen
 
 Array = NDArray[np.float64]
@@ -148,7 +148,7 @@ class Schedule(ABC):
     def grid(self, points: int = 1000) -> Tensor:
         """(n,) times that cover the schedule evenly, float64: its steps, or `points` midpoints in continuous time."""
         n = self.steps or points
-        return (torch.arange(n, dtype=torch.float64) + 0.5) / n
+        return (torch.arange(n, dtype=torch.float64, device="cpu") + 0.5) / n
 
     def increments(self) -> Increments:
         """SpeeD's quantities on `grid()`; a schedule that is not variance preserving is read as ᾱ = a²/(a²+s²)."""
@@ -167,6 +167,12 @@ class Schedule(ABC):
         peak = int(increments.change.argmax())
         slow = np.flatnonzero(increments.speed[peak:] * len(increments.speed) < CONVERGED_SLOPE)
         return Areas(peak, peak + int(slow[0]) if len(slow) else len(increments.speed))
+
+
+def _check_order(time: Tensor, previous: Tensor | None) -> None:
+    as_time(time)
+    if previous is not None and as_time(previous).device.type == "cpu" and not bool((previous <= time).all()):
+        raise ValueError("the posterior goes back in time: `previous` must not lie after `time`")
 
 
 def _like(value: Tensor, time: Tensor) -> Tensor:
@@ -199,10 +205,14 @@ class Discrete(Schedule):
         return np.asarray(np.cumprod(self.alphas), dtype=np.float64)
 
     def __post_init__(self) -> None:
-        check_whole(self, least=2, steps=self.steps)
+        take_whole(self, "steps", least=2)
+        self._check_betas()
+
+    def _check_betas(self) -> None:
         betas = self._make_betas()
-        bad = ~((betas > 0) & (betas < 1))
-        bad[-1] = not 0 < betas[-1] <= 1  # only the last step may destroy the signal entirely
+        # the product must fall too: a beta below 1e-16 is lost in rounding
+        bad = ~((betas > 0) & (betas < 1) & (np.diff(np.cumprod(1 - betas), prepend=1.0) < 0))
+        bad[-1] &= betas[-1] != 1  # only the last step may destroy the signal entirely
         if bad.any():
             t = int(bad.argmax())
             raise ValueError(f"{type(self).__name__}: noise must increase at every step, so 0 < beta < 1; step {t} has beta = {betas[t]:g}")
@@ -220,7 +230,7 @@ class Discrete(Schedule):
         return (widen(step) + 0.5) / self.steps
 
     def condition(self, time: Tensor) -> Tensor:
-        return self.step(time)
+        return self.step(as_time(time))
 
     def level(self, time: Tensor) -> Level:
         alpha_bar = self._look_up("alpha_bar", time)
@@ -234,9 +244,10 @@ class Discrete(Schedule):
         return _like(self.time_of(step), log_snr)
 
     def slope(self, time: Tensor) -> Tensor:
-        return _like(self._look_up("slope", time), time)
+        return _like(self._look_up("slope", as_time(time)), time)
 
     def posterior(self, time: Tensor, previous: Tensor | None = None) -> Posterior:
+        _check_order(time, previous)
         alpha_bar = self._look_up("alpha_bar", time)
         if previous is None:
             before, alpha = self._look_up("alpha_bar_before", time), self._look_up("alphas", time)
@@ -250,7 +261,7 @@ class Discrete(Schedule):
     def vlb(self, time: Tensor, *, target: str = "eps", variance: str = "fixed-large") -> Tensor:
         choose("variance", variance, VARIANCES)
         choose("target of the VLB coefficient", target, ("eps", "x0"))
-        return _like(self._look_up(f"vlb {target} {variance}", time), time)
+        return _like(self._look_up(f"vlb {target} {variance}", as_time(time)), time)
 
     def _look_up(self, name: str, time: Tensor) -> Tensor:
         return self._tables[name].on(time.device)[self.step(time)]
@@ -261,8 +272,9 @@ class Discrete(Schedule):
         before = np.append(1.0, alpha_bar[:-1])
         with np.errstate(divide="ignore"):  # zero terminal SNR: ln 0 = -∞ is the truth
             log_snr = np.log(alpha_bar) - np.log1p(-alpha_bar)
-        # at a zero terminal SNR the last finite difference stands in for the infinite one
-        finite = np.where(np.isfinite(log_snr), log_snr, 2 * log_snr[-2] - log_snr[-3 if self.steps > 2 else -2])
+        # at a zero terminal SNR the last finite difference stands in for the infinite one; of two steps there is none, and 1 has to do
+        fall = log_snr[-3] - log_snr[-2] if self.steps > 2 else 1.0
+        finite = np.where(np.isfinite(log_snr), log_snr, log_snr[-2] - fall)
         tables = {
             "alpha_bar": alpha_bar,
             "alpha_bar_before": before,
@@ -350,7 +362,9 @@ class Betas(Discrete):
             raise ValueError(f"Betas: betas must be one-dimensional, got shape {values.shape}")
         object.__setattr__(self, "betas_given", tuple(values.tolist()))
         object.__setattr__(self, "zero_terminal_snr", zero_terminal_snr)
-        self.__post_init__()
+        if len(values) < 2:
+            raise ValueError(f"Betas: at least 2 steps are needed, got {len(values)}")
+        self._check_betas()
 
     def __repr__(self) -> str:
         return f"Betas({list(self.betas_given)}, zero_terminal_snr={self.zero_terminal_snr})"
@@ -369,6 +383,7 @@ class Continuous(Schedule):
     def posterior(self, time: Tensor, previous: Tensor | None = None) -> Posterior:
         if previous is None:
             raise ValueError(f"{type(self).__name__} has no steps: posterior needs the time to go back to")
+        _check_order(time, previous)
         now, then = self.level(time), self.level(previous)
         alpha2 = now.a2 / then.a2
         large = now.s2 - alpha2 * then.s2  # the noise that the forward process adds between the two times
@@ -378,7 +393,7 @@ class Continuous(Schedule):
     def vlb(self, time: Tensor, *, target: str = "eps", variance: str = "fixed-large") -> Tensor:
         choose("variance", variance, VARIANCES)
         choose("target of the VLB coefficient", target, ("eps", "x0"))
-        half = self.slope(time) / 2
+        half = self.slope(as_time(time)) / 2
         if target == "eps":
             return half
         return half.clamp(max=1e30) * _like(self.level(time).snr, time)  # at the noisy end of a flow an infinite slope meets an SNR of 0
@@ -396,7 +411,7 @@ class EDM(Continuous):
     sigma_max: float = 80.0
 
     def __post_init__(self) -> None:
-        check_positive(self, sigma_min=self.sigma_min, sigma_max=self.sigma_max)
+        take_positive(self, "sigma_min", "sigma_max")
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"EDM: noise must increase, but sigma_min = {self.sigma_min} is not below sigma_max = {self.sigma_max}")
 
@@ -417,10 +432,10 @@ class EDM(Continuous):
         return _like(((log_sigma - math.log(self.sigma_min)) / self._range).clamp(0, 1), log_snr)
 
     def slope(self, time: Tensor) -> Tensor:
-        return _like(torch.full_like(time, 2 * self._range), time)
+        return _like(torch.full_like(widen(as_time(time)), 2 * self._range), time)
 
     def condition(self, time: Tensor) -> Tensor:
-        return (self.log_sigma(time) / 4).float()
+        return (self.log_sigma(as_time(time)) / 4).float()
 
 
 @dataclass(frozen=True)
@@ -430,7 +445,7 @@ class Flow(Continuous):
     condition_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive(self, condition_scale=self.condition_scale)
+        take_positive(self, "condition_scale")
 
     def level(self, time: Tensor) -> Level:
         u = widen(time)
@@ -440,11 +455,11 @@ class Flow(Continuous):
         return _like(torch.sigmoid(-widen(log_snr) / 2), log_snr)
 
     def slope(self, time: Tensor) -> Tensor:
-        u = widen(time)
+        u = widen(as_time(time))
         return _like(2 / (u * (1 - u)), time)
 
     def condition(self, time: Tensor) -> Tensor:
-        return (widen(time) * self.condition_scale).float()
+        return (widen(as_time(time)) * self.condition_scale).float()
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -480,26 +495,20 @@ def schedule(name: str | Schedule | Any, steps: int | None = None, **options: An
 def from_diffusers(scheduler: Any) -> Schedule:
     """The schedule of a diffusers scheduler, read from its attributes, so that diffusers need not be installed.
 
-    DDPM, DDIM and their kin carry `betas`; EDM schedulers carry `sigma_data`; flow-matching ones a `shift` and no betas. A flow scheduler's
-    shift is a choice of sampling density, not of schedule: use `Shifted(Uniform(), k=shift)` to train with it.
+    DDPM, DDIM and their kin carry `betas` and `alphas_cumprod`; EDM schedulers carry `sigma_data`; flow-matching ones a `shift` and no betas, or
+    `use_flow_sigmas`. A flow scheduler's shift is a choice of sampling density, not of schedule: use `Shifted(Uniform(), k=shift)` to train
+    with it.
     """
     config: Any = getattr(scheduler, "config", None)
-    if isinstance(getattr(scheduler, "betas", None), Tensor):
-        # diffusers applies its own zero-SNR rescaling to these, so nothing is left to do
-        return Betas(scheduler.betas.double())
+    betas, alpha_bar = (getattr(scheduler, name, None) for name in ("betas", "alphas_cumprod"))
+    if getattr(config, "use_flow_sigmas", False) or (betas is None and hasattr(config, "shift") and hasattr(config, "num_train_timesteps")):
+        return Flow(condition_scale=float(config.num_train_timesteps))
     if hasattr(config, "sigma_data") and hasattr(config, "sigma_min"):
         return EDM(sigma_min=float(config.sigma_min), sigma_max=float(config.sigma_max))
-    if hasattr(config, "shift") and hasattr(config, "num_train_timesteps"):
-        return Flow(condition_scale=float(config.num_train_timesteps))
+    if isinstance(betas, Tensor) and isinstance(alpha_bar, Tensor):
+        betas, alpha_bar = betas.double().cpu().numpy(), alpha_bar.double().cpu().numpy()
+        # Betas in float32 keep more digits than ratios of ᾱ do, but some schedulers rescale ᾱ alone.
+        if np.abs(np.cumprod(1 - betas) - alpha_bar).max() > 1e-5:
+            betas = 1 - alpha_bar / np.append(1.0, alpha_bar[:-1])
+        return Betas(betas)
     raise TypeError(f"a schedule is a name, a Schedule or a diffusers scheduler with betas, sigma_data or shift; got {type(scheduler).__name__}")
-
-
-def diffusers_objective(scheduler: Any) -> str | None:
-    """The prediction target that a diffusers scheduler is set to, in our names; None where it says nothing."""
-    config: Any = getattr(scheduler, "config", None)
-    said = getattr(config, "prediction_type", None)
-    if hasattr(config, "sigma_data"):
-        return "edm"
-    if said is None:
-        return "flow" if hasattr(config, "shift") else None
-    return {"epsilon": "eps", "sample": "x0", "v_prediction": "v", "flow_prediction": "flow"}.get(said)

@@ -59,7 +59,8 @@ def uniform(start: Tensor, draw: Tensor) -> Tensor:
 def places(seed: int, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
     """The Weyl words of what one part needs: a jitter for each of the n·parts strata, n turns that all parts share, its own n for the order."""
     strata = n * parts
-    index = torch.cat([torch.arange(strata + n), torch.arange(n) + (strata + n * (1 + part))])
+    shared, own = torch.arange(strata + n, device="cpu"), torch.arange(n, device="cpu") + (strata + n * (1 + part))
+    index = torch.cat([shared, own])
     return (index + 1) * signed(GOLDEN) + signed(finalize(seed))
 
 

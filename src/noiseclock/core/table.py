@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ def cell(time: Tensor, n: int) -> Tensor:
     return (widen(time) * n).floor().clamp(0, n - 1).long()
 
 
+def lasting() -> AbstractContextManager[Any]:
+    """For tensors that outlive the step: made inside a user's `torch.inference_mode()` they could never be written again."""
+    return torch.inference_mode(False)
+
+
 class Table:
     """A tensor with one copy on each device that asked for it.
 
@@ -31,16 +37,18 @@ class Table:
     """
 
     def __init__(self, values: Any) -> None:
-        # a Python number would become float32
-        values = torch.as_tensor(values, dtype=torch.float64) if isinstance(values, float) else torch.as_tensor(values)
-        self.values = widen(values) if values.is_floating_point() else values
+        with lasting():
+            # a Python number would become float32
+            values = torch.as_tensor(values, dtype=torch.float64 if isinstance(values, float) else None, device="cpu")
+            self.values: Tensor = values.to(torch.float64, copy=True) if values.is_floating_point() else values
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
         """The values on `device`."""
         if device not in self._copies:
             dtype = wide(device) if self.values.is_floating_point() else self.values.dtype
-            self._copies[device] = self.values.to(device, dtype, copy=True)
+            with lasting():
+                self._copies[device] = self.values.to(device, dtype, copy=True)
         return self._copies[device]
 
     def set_(self, values: Any) -> None:

@@ -20,10 +20,11 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import check_finite, check_positive, choose, resolve
+from noiseclock.core.checks import choose, resolve, take_finite, take_positive
 from noiseclock.core.objectives import OBJECTIVES, Objective
 from noiseclock.core.schedules import VARIANCES, Level, Schedule
 from noiseclock.core.table import Table, cell, wide, widen
@@ -93,7 +94,7 @@ class MinSNR(Weighting):
     gamma: float = 5.0
 
     def __post_init__(self) -> None:
-        check_positive(self, gamma=self.gamma)
+        take_positive(self, "gamma")
 
     def x0(self, z: Level) -> Tensor:
         return z.snr.clamp(max=self.gamma)
@@ -112,7 +113,7 @@ class SoftMinSNR(Weighting):
     gamma: float = 4.0
 
     def __post_init__(self) -> None:
-        check_positive(self, gamma=self.gamma)
+        take_positive(self, "gamma")
 
     def x0(self, z: Level) -> Tensor:
         return self.gamma * z.a2 / (z.a2 + self.gamma * z.s2)
@@ -132,7 +133,7 @@ class P2(Weighting):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive(self, k=self.k, gamma=self.gamma)
+        take_positive(self, "k", "gamma")
 
     def x0(self, z: Level) -> Tensor:
         # SNR/(k+SNR)^γ times s^2γ above and below; 0⁰ = 1 makes it right at s = 0, γ = 1
@@ -152,7 +153,7 @@ class Debiased(Weighting):
     limit: float = 1000.0
 
     def __post_init__(self) -> None:
-        check_positive(self, limit=self.limit)
+        take_positive(self, "limit")
 
     def x0(self, z: Level) -> Tensor:
         return torch.maximum(z.snr.sqrt(), z.snr / self.limit**0.5)
@@ -190,7 +191,7 @@ class Sigmoid(Weighting):
     per: str = "log-snr"
 
     def __post_init__(self) -> None:
-        check_finite(self, bias=self.bias)
+        take_finite(self, "bias")
         choose("measure of the sigmoid weighting", self.per, ("log-snr", "time"))
 
     def _slope(self, z: Level) -> Tensor | float:
@@ -239,7 +240,7 @@ class EDMWeight(Weighting):
     sigma_data: float = 0.5
 
     def __post_init__(self) -> None:
-        check_positive(self, sigma_data=self.sigma_data)
+        take_positive(self, "sigma_data")
 
     def x0(self, z: Level) -> Tensor:
         return z.snr + self.sigma_data**-2
@@ -258,14 +259,15 @@ class ChangeAware(Weighting):
     lam: float = 0.6
 
     def __post_init__(self) -> None:
-        check_finite(self, lam=self.lam)
+        take_finite(self, "lam")
         if not 0.5 <= self.lam <= 1:
             raise ValueError(f"ChangeAware: lam must lie in [0.5, 1], got {self.lam}")
 
     def eps(self, z: Level) -> Tensor:
         if z.schedule not in self._tables:
             change = z.schedule.increments().change
-            share = (change - change.min()) / (change.max() - change.min())
+            spread = change.max() - change.min()
+            share = (change - change.min()) / spread if spread > 0 else np.ones_like(change)  # of two steps, both change alike
             self._tables[z.schedule] = Table((1 - self.lam) + (2 * self.lam - 1) * share)
         table = self._tables[z.schedule].on(z.a2.device)
         return table[cell(z.time, len(table))]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from noiseclock.core.batch import Batch, Draw
-from noiseclock.core.checks import check_finite, check_positive, check_whole
+from noiseclock.core.checks import take_finite, take_positive, take_whole
 from noiseclock.core.probes import Probe
-from noiseclock.core.samplers import TINY, Density, Sampler, Setting, Uniform, take_uniforms
+from noiseclock.core.samplers import TINY, Density, Sampler, Setting, Uniform, take_uniforms, unit_time
 from noiseclock.core.streams import in_unit
 from noiseclock.core.table import Table, widen
 
@@ -39,7 +39,7 @@ class Shifted(Density):
 
     def __post_init__(self) -> None:
         _needs_density(self, self.sampler)
-        check_positive(self, k=self.k)
+        take_positive(self, "k")
 
     @property
     def corrects(self) -> bool:
@@ -54,7 +54,7 @@ class Shifted(Density):
         return self.k * u / (1 + (self.k - 1) * u)
 
     def _unshift(self, u: Tensor) -> Tensor:
-        return u / (self.k - (self.k - 1) * u)
+        return (u / (self.k - (self.k - 1) * u)).clamp(0, 1)  # rounding may lead out at the ends
 
     def icdf(self, v: Tensor) -> Tensor:
         return self._shift(self.sampler.icdf(v))
@@ -63,7 +63,7 @@ class Shifted(Density):
         return self.sampler.mass(self._unshift(widen(lo)), self._unshift(widen(hi)))
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
-        u = widen(time)
+        u = unit_time(time)
         return self.sampler.log_prob(self._unshift(u)) + math.log(self.k) - 2 * (self.k - (self.k - 1) * u).log()
 
 
@@ -77,7 +77,7 @@ class Truncated(Density):
 
     def __post_init__(self) -> None:
         _needs_density(self, self.sampler)
-        check_finite(self, lo=self.lo, hi=self.hi)
+        take_finite(self, "lo", "hi")
         if not 0 <= self.lo < self.hi <= 1:
             raise ValueError(f"Truncated: needs 0 <= lo < hi <= 1, got lo = {self.lo}, hi = {self.hi}")
         lo, hi = self.sampler.support
@@ -96,10 +96,10 @@ class Truncated(Density):
     @cached_property
     def _shares(self) -> tuple[float, float]:
         """The inner probability below lo, and between lo and hi."""
-        ends = torch.tensor([0.0, self.lo, self.hi], dtype=torch.float64)
+        ends = torch.tensor([0.0, self.lo, self.hi], dtype=torch.float64, device="cpu")
         below, between = self.sampler.mass(ends[:-1], ends[1:]).tolist()
-        if between <= 0:
-            raise ValueError(f"Truncated: {self.sampler} has no probability in [{self.lo}, {self.hi}]")
+        if between < 1e-9:  # of the 16 digits of a uniform, too few would be left to tell times apart
+            raise ValueError(f"Truncated: {self.sampler} has hardly any probability ({between:.0e}) in [{self.lo}, {self.hi}]")
         return below, between
 
     def icdf(self, v: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Truncated(Density):
         return self.sampler.mass(widen(lo).clamp(self.lo, self.hi), widen(hi).clamp(self.lo, self.hi)) / self._shares[1]
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
-        u = widen(time)
+        u = unit_time(time)
         allowed = (u >= self.lo) & (u < self.hi)
         return torch.where(allowed, self.sampler.log_prob(u) - math.log(self._shares[1]), -math.inf)
 
@@ -207,7 +207,7 @@ class Mixture(Blend):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        check_finite(self, floor=self.floor)
+        take_finite(self, "floor")
         if not 0 < self.floor < 1:
             raise ValueError(f"Mixture: floor must lie between 0 and 1, got {self.floor}")
         object.__setattr__(self, "_share", Table(self.floor))
@@ -227,7 +227,7 @@ class Annealed(Blend):
     _share: Table = field(init=False, repr=False, compare=False, default_factory=lambda: Table(0.0))
 
     def __post_init__(self) -> None:
-        check_whole(self, least=0, start=self.start, stop=self.stop)
+        take_whole(self, "start", "stop", least=0)
         if self.start >= self.stop:
             raise ValueError(f"Annealed: start must come before stop, got start = {self.start}, stop = {self.stop}")
 
