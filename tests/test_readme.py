@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import noiseclock as nc
+from noiseclock.core.names import SCHEDULES
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -45,7 +46,7 @@ def test_every_name_is_in_the_readme():
         thing = getattr(nc, name)
         if isinstance(thing, type) and issubclass(thing, (nc.Weighting, nc.Density)) and thing not in (nc.Weighting, nc.Density):
             assert f"`{name}(" in README, name
-    for name in nc.schedules.SCHEDULES:
+    for name in SCHEDULES:
         assert f"`{name}`" in README, name
     for name in nc.objectives.OBJECTIVES:
         assert f'`"{name}"`' in README, name

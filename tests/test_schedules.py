@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import noiseclock as nc
-from noiseclock.core.schedules import SCHEDULES, Areas, Betas, Discrete, Flow
+from noiseclock.core.names import SCHEDULES
+from noiseclock.core.schedules import Areas, Betas, Discrete, Flow
 
 NAMES = ["linear", "quadratic", "cosine", "scaled-linear"]
 ALL = [nc.schedule(name) for name in [*NAMES, "edm", "flow"]] + [nc.schedule("linear", zero_terminal_snr=True), Betas([0.1, 0.2, 0.3])]

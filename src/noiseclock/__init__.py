@@ -9,13 +9,13 @@ for x0 in loader:
 from noiseclock.core import likelihood, objectives, schedules
 from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.clock import Clock, PlotData
-from noiseclock.core.names import sampler
+from noiseclock.core.names import sampler, schedule
 from noiseclock.core.objectives import objective
 from noiseclock.core.probes import Probe
 from noiseclock.core.record import ByTime
 from noiseclock.core.samplers import Beta, CosMap, Density, LogitNormal, Mode, Sampler, Setting, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
-from noiseclock.core.schedules import Schedule, schedule
+from noiseclock.core.schedules import Schedule
 from noiseclock.core.weightings import (
     P2,
     VLB,

@@ -51,7 +51,7 @@ class Batch:
 
 def column(value: Tensor, like: Tensor) -> Tensor:
     """(B,) as (B, 1, ...), to be multiplied with `like` (B, ...), in its dtype but float32 at least."""
-    return value.to(torch.promote_types(like.dtype, torch.float32)).reshape(-1, *[1] * (like.ndim - 1))
+    return value.to(at_least_float32(like)).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def noised(schedule: Schedule, objective: Objective, x0: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,3 +66,19 @@ def call(predict: Predict, x_t: Tensor, t: Tensor, cond: Any) -> Tensor:
     if cond is None:
         return predict(x_t, t)
     return predict(x_t, t, **cond) if isinstance(cond, Mapping) else predict(x_t, t, cond)
+
+
+def at_least_float32(x0: Tensor) -> torch.dtype:
+    """The dtype in which noise and targets of x0 are kept."""
+    return torch.promote_types(x0.dtype, torch.float32)
+
+
+def check_batch(x0: Tensor, noise: Tensor | None) -> None:
+    """Raise unless x0 is a batch of floating-point data and the noise, if any, is like it."""
+    if not isinstance(x0, Tensor) or not x0.is_floating_point():
+        kind = x0.dtype if isinstance(x0, Tensor) else type(x0).__name__
+        raise TypeError(f"x0 must be a floating-point tensor (images scaled to [-1, 1]), got {kind}")
+    if x0.ndim < 2 or len(x0) == 0:
+        raise ValueError(f"x0 must be a batch (B, ...) of at least one sample, got shape {tuple(x0.shape)}")
+    if noise is not None and (noise.shape != x0.shape or not noise.is_floating_point()):
+        raise ValueError(f"noise must be like x0, {x0.dtype} of shape {tuple(x0.shape)}, got {noise.dtype} of shape {tuple(noise.shape)}")

@@ -19,13 +19,13 @@ import torch.distributed
 from torch import Tensor, nn
 
 from noiseclock.core import names
-from noiseclock.core.batch import Batch, Draw, Predict, call, noised
+from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.checks import choose
-from noiseclock.core.objectives import Objective, objective as make_objective, of_diffusers, squared_error
+from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
 from noiseclock.core.samplers import Sampler, Setting, Uniform
-from noiseclock.core.schedules import Array, Discrete, Schedule, as_time, schedule as make_schedule
+from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
 from noiseclock.core.streams import finalize, places, stratified
 from noiseclock.core.table import Table, lasting, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
@@ -72,7 +72,7 @@ class Clock:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.schedule = make_schedule(schedule)
+        self.schedule = names.schedule(schedule)
         self.objective = _objective(objective, schedule)
         self.weighting = make_weighting(weighting)
         self.seed = seed
@@ -138,7 +138,7 @@ class Clock:
         anything else as a third argument. noise: (B, ...), drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so
         that the times are stratified over all of them.
         """
-        _check_batch(x0, noise)
+        check_batch(x0, noise)
         if not isinstance(micro, tuple) or len(micro) != 2 or not 0 <= micro[0] < micro[1]:
             raise ValueError(f"micro must be (i, n) with 0 <= i < n, got {micro}")
         if micro[0] == 0 and not _capturing(x0):
@@ -149,7 +149,7 @@ class Clock:
         uniforms = stratified(self._start(len(x0), part, parts).on(x0.device), number, len(x0), part=part, parts=parts)
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
         if noise is None:
-            noise = torch.randn(x0.shape, generator=self.generator(x0.device), device=x0.device, dtype=_at_least_float32(x0))
+            noise = torch.randn(x0.shape, generator=self.generator(x0.device), device=x0.device, dtype=at_least_float32(x0))
         correction = self._correction(draw, x0) if self.corrected else torch.ones_like(draw.time)
         batch = self._make(x0, draw.time, noise, cond, correction, draw)
         self._batch = batch if self.sampler.every else None
@@ -162,12 +162,12 @@ class Clock:
 
         noise: (B, ...), or drawn with `generator`. The weight of the loss is w alone, as under the base.
         """
-        _check_batch(x0, noise)
+        check_batch(x0, noise)
         time = as_time(time).to(x0.device)
         if time.ndim > 0 and time.shape != x0.shape[:1]:
             raise ValueError(f"time must be one number or have shape ({len(x0)},), got {tuple(time.shape)}")
         if noise is None:
-            noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=_at_least_float32(x0))
+            noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         time = time.expand(len(x0))
         return self._make(x0, time, noise, cond, torch.ones_like(time, dtype=wide(x0.device)), None)
 
@@ -306,7 +306,7 @@ class Clock:
             raise ValueError(f"cannot find the model that is trained behind predict={predict!r}; name it: clock.attach(optimizer, model=model)")
         # noise of its own, by the update: what is trained must not depend on how often one looks
         generator = torch.Generator(x0.device).manual_seed(self._stream("probe", self._updates))
-        noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=_at_least_float32(x0))
+        noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         self._probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast_dtype(x0.device) or self._autocast
         )
@@ -470,7 +470,7 @@ class Clock:
 
 
 def _objective(given: str | Objective | None, schedule: Any) -> Objective:
-    told = of_diffusers(schedule)
+    told = names.objective_of_diffusers(schedule)
     if given is None:
         return told or make_objective("eps")
     chosen = make_objective(given)
@@ -479,22 +479,8 @@ def _objective(given: str | Objective | None, schedule: Any) -> Objective:
     return chosen
 
 
-def _at_least_float32(x0: Tensor) -> torch.dtype:
-    return torch.promote_types(x0.dtype, torch.float32)
-
-
 def _capturing(x0: Tensor) -> bool:
     return x0.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _check_batch(x0: Tensor, noise: Tensor | None) -> None:
-    if not isinstance(x0, Tensor) or not x0.is_floating_point():
-        kind = x0.dtype if isinstance(x0, Tensor) else type(x0).__name__
-        raise TypeError(f"x0 must be a floating-point tensor (images scaled to [-1, 1]), got {kind}")
-    if x0.ndim < 2 or len(x0) == 0:
-        raise ValueError(f"x0 must be a batch (B, ...) of at least one sample, got shape {tuple(x0.shape)}")
-    if noise is not None and (noise.shape != x0.shape or not noise.is_floating_point()):
-        raise ValueError(f"noise must be like x0, {x0.dtype} of shape {tuple(x0.shape)}, got {noise.dtype} of shape {tuple(noise.shape)}")
 
 
 def _check_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:

@@ -1,14 +1,30 @@
-"""Every sampler by name."""
+"""Schedules and samplers by name, and what a diffusers scheduler object says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from noiseclock.core.checks import resolve
+from noiseclock.core.objectives import OBJECTIVES, Objective, Preconditioned
 from noiseclock.core.samplers import Beta, CosMap, LogitNormal, Mode, Sampler, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
+from noiseclock.core.schedules import EDM, Betas, Cosine, Flow, Linear, Quadratic, ScaledLinear, Schedule
 from noiseclock.core.wrappers import Annealed, Mixture, Shifted, Truncated
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "linear": Linear,
+    "quadratic": Quadratic,
+    "cosine": Cosine,
+    "scaled-linear": ScaledLinear,
+    "betas": Betas,
+    "edm": EDM,
+    "flow": Flow,
+}
+
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "uniform": Uniform,
@@ -33,3 +49,54 @@ def sampler(name: str | Sampler, **options: Any) -> Sampler:
     SpeeD(k=3.0, tau='auto', variant='paper', schedule=None)
     """
     return resolve("sampler", name, Sampler, SAMPLERS, options)
+
+
+def schedule(name: str | Schedule | Any, steps: int | None = None, **options: Any) -> Schedule:
+    """The schedule called `name`, or the one behind a diffusers scheduler object.
+
+    steps: T of a discrete schedule, 1000 unless given; an error for a continuous one.
+    options: what the class takes, e.g. `beta_end=0.03`, `zero_terminal_snr=True`.
+
+    >>> schedule("linear", steps=4).betas.round(4).tolist()
+    [0.0001, 0.0067, 0.0134, 0.02]
+    >>> schedule("linaer")
+    Traceback (most recent call last):
+    ...
+    ValueError: unknown schedule 'linaer'; known: betas, cosine, edm, flow, linear, quadratic, scaled-linear
+    """
+    given = options if steps is None else {"steps": steps, **options}
+    if not isinstance(name, (str, Schedule)):
+        name = schedule_of_diffusers(name)
+    return resolve("schedule", name, Schedule, SCHEDULES, given)
+
+
+def schedule_of_diffusers(scheduler: Any) -> Schedule:
+    """The schedule of a diffusers scheduler, read from its attributes, so that diffusers need not be installed.
+
+    DDPM, DDIM and their kin carry `betas` and `alphas_cumprod`; EDM schedulers carry `sigma_data`; flow-matching ones a `shift` and no betas, or
+    `use_flow_sigmas`. A flow scheduler's shift is a choice of sampling density, not of schedule: use `Shifted(Uniform(), k=shift)` to train
+    with it.
+    """
+    config: Any = getattr(scheduler, "config", None)
+    betas, alpha_bar = (getattr(scheduler, name, None) for name in ("betas", "alphas_cumprod"))
+    if getattr(config, "use_flow_sigmas", False) or (betas is None and hasattr(config, "shift") and hasattr(config, "num_train_timesteps")):
+        return Flow(condition_scale=float(config.num_train_timesteps))
+    if hasattr(config, "sigma_data") and hasattr(config, "sigma_min"):
+        return EDM(sigma_min=float(config.sigma_min), sigma_max=float(config.sigma_max))
+    if isinstance(betas, Tensor) and isinstance(alpha_bar, Tensor):
+        betas, alpha_bar = betas.double().cpu().numpy(), alpha_bar.double().cpu().numpy()
+        # Betas in float32 keep more digits than ratios of ᾱ do, but some schedulers rescale ᾱ alone.
+        if np.abs(np.cumprod(1 - betas) - alpha_bar).max() > 1e-5:
+            betas = 1 - alpha_bar / np.append(1.0, alpha_bar[:-1])
+        return Betas(betas)
+    raise TypeError(f"a schedule is a name, a Schedule or a diffusers scheduler with betas, sigma_data or shift; got {type(scheduler).__name__}")
+
+
+def objective_of_diffusers(scheduler: Any) -> Objective | None:
+    """The objective that a diffusers scheduler is set to; None where it says nothing."""
+    config: Any = getattr(scheduler, "config", None)
+    if hasattr(config, "sigma_data"):
+        return Preconditioned(float(config.sigma_data))
+    said = getattr(config, "prediction_type", "flow_prediction" if hasattr(config, "shift") else "")
+    names = {"epsilon": "eps", "sample": "x0", "v_prediction": "v", "flow_prediction": "flow"}
+    return OBJECTIVES[names[said]]() if said in names else None

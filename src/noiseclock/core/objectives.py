@@ -185,13 +185,3 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {"eps": Eps, "x0": X0, "v": V,
 def objective(name: str | Objective, **options: Any) -> Objective:
     """The objective called `name`: eps, x0, v, flow or edm (which takes `sigma_data`)."""
     return resolve("objective", name, Objective, OBJECTIVES, options)
-
-
-def of_diffusers(scheduler: Any) -> Objective | None:
-    """The objective that a diffusers scheduler is set to; None where it says nothing."""
-    config: Any = getattr(scheduler, "config", None)
-    if hasattr(config, "sigma_data"):
-        return Preconditioned(float(config.sigma_data))
-    said = getattr(config, "prediction_type", "flow_prediction" if hasattr(config, "shift") else "")
-    names = {"epsilon": "eps", "sample": "x0", "v_prediction": "v", "flow_prediction": "flow"}
-    return OBJECTIVES[names[said]]() if said in names else None

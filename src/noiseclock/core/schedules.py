@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noiseclock.core.checks import choose, resolve, take_positive, take_whole
+from noiseclock.core.checks import choose, take_positive, take_whole
 from noiseclock.core.table import Table, cell, widen
 
 Array = NDArray[np.float64]
@@ -160,7 +160,7 @@ class Schedule(ABC):
     def areas(self) -> Areas:
         """Where acceleration and deceleration end, as indices into `grid()`.
 
-        >>> schedule("linear").areas()
+        >>> Linear().areas()
         Areas(peak=219, converged=641)
         """
         increments = self.increments()
@@ -460,55 +460,3 @@ class Flow(Continuous):
 
     def condition(self, time: Tensor) -> Tensor:
         return (widen(as_time(time)) * self.condition_scale).float()
-
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "linear": Linear,
-    "quadratic": Quadratic,
-    "cosine": Cosine,
-    "scaled-linear": ScaledLinear,
-    "betas": Betas,
-    "edm": EDM,
-    "flow": Flow,
-}
-
-
-def schedule(name: str | Schedule | Any, steps: int | None = None, **options: Any) -> Schedule:
-    """The schedule called `name`, or the one behind a diffusers scheduler object.
-
-    steps: T of a discrete schedule, 1000 unless given; an error for a continuous one.
-    options: what the class takes, e.g. `beta_end=0.03`, `zero_terminal_snr=True`.
-
-    >>> schedule("linear", steps=4).betas.round(4).tolist()
-    [0.0001, 0.0067, 0.0134, 0.02]
-    >>> schedule("linaer")
-    Traceback (most recent call last):
-    ...
-    ValueError: unknown schedule 'linaer'; known: betas, cosine, edm, flow, linear, quadratic, scaled-linear
-    """
-    given = options if steps is None else {"steps": steps, **options}
-    if not isinstance(name, (str, Schedule)):
-        name = from_diffusers(name)
-    return resolve("schedule", name, Schedule, SCHEDULES, given)
-
-
-def from_diffusers(scheduler: Any) -> Schedule:
-    """The schedule of a diffusers scheduler, read from its attributes, so that diffusers need not be installed.
-
-    DDPM, DDIM and their kin carry `betas` and `alphas_cumprod`; EDM schedulers carry `sigma_data`; flow-matching ones a `shift` and no betas, or
-    `use_flow_sigmas`. A flow scheduler's shift is a choice of sampling density, not of schedule: use `Shifted(Uniform(), k=shift)` to train
-    with it.
-    """
-    config: Any = getattr(scheduler, "config", None)
-    betas, alpha_bar = (getattr(scheduler, name, None) for name in ("betas", "alphas_cumprod"))
-    if getattr(config, "use_flow_sigmas", False) or (betas is None and hasattr(config, "shift") and hasattr(config, "num_train_timesteps")):
-        return Flow(condition_scale=float(config.num_train_timesteps))
-    if hasattr(config, "sigma_data") and hasattr(config, "sigma_min"):
-        return EDM(sigma_min=float(config.sigma_min), sigma_max=float(config.sigma_max))
-    if isinstance(betas, Tensor) and isinstance(alpha_bar, Tensor):
-        betas, alpha_bar = betas.double().cpu().numpy(), alpha_bar.double().cpu().numpy()
-        # Betas in float32 keep more digits than ratios of ᾱ do, but some schedulers rescale ᾱ alone.
-        if np.abs(np.cumprod(1 - betas) - alpha_bar).max() > 1e-5:
-            betas = 1 - alpha_bar / np.append(1.0, alpha_bar[:-1])
-        return Betas(betas)
-    raise TypeError(f"a schedule is a name, a Schedule or a diffusers scheduler with betas, sigma_data or shift; got {type(scheduler).__name__}")
