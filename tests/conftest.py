@@ -1,6 +1,10 @@
 import socket
 
 import pytest
+import torch
+
+# The models here are tiny: more threads only wait for each other, the more so when tests run beside other work.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

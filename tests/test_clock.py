@@ -15,7 +15,8 @@ from noiseclock.core.record import Record
 from noiseclock.core.weightings import WEIGHTINGS
 
 INNER = {"shifted", "truncated", "mixture", "annealed"}
-FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS]
+LEARNED = {"adaptive", "loss-second-moment", "loss-history", "loss-ema", "gradient-variance"}
+FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS if name not in LEARNED]
 
 
 class Denoiser(nn.Module):

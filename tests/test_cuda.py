@@ -11,7 +11,8 @@ from noiseclock.core.weightings import WEIGHTINGS
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 INNER = {"shifted", "truncated", "mixture", "annealed"}
-FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS]
+LEARNED = {"adaptive", "loss-second-moment", "loss-history", "loss-ema", "gradient-variance"}
+FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS if name not in LEARNED]
 every_sampler = pytest.mark.parametrize("sampler", FIXED, ids=repr)
 
 

@@ -348,7 +348,7 @@ class NotADensity:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: nc.sampler("unifrom"), ValueError, "unknown sampler 'unifrom'; known: annealed, beta, cosmap"),
+        (lambda: nc.sampler("unifrom"), ValueError, "unknown sampler 'unifrom'; known: adaptive, annealed, beta, cosmap"),
         (lambda: nc.sampler("speed", kk=3), TypeError, "takes no option 'kk'; allowed: k, tau, variant, schedule"),
         (lambda: nc.sampler(3), TypeError, "got int"),
         (lambda: nc.LogitNormal(std=0.0), ValueError, "LogitNormal: std must be positive, got 0"),

@@ -6,9 +6,13 @@ for x0 in loader:
     loss = clock.loss(b, model(b.x_t, b.t)).mean()
 """
 
-from noiseclock.core import likelihood, objectives, schedules
+from noiseclock.core import likelihood, measure, objectives, schedules
+from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.clock import Clock, PlotData
+from noiseclock.core.gradient_variance import GradientVariance
+from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
 from noiseclock.core.names import sampler, schedule
 from noiseclock.core.objectives import objective
 from noiseclock.core.probes import Probe
@@ -16,6 +20,7 @@ from noiseclock.core.record import ByTime
 from noiseclock.core.samplers import Beta, CosMap, Density, LogitNormal, Mode, Sampler, Setting, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
 from noiseclock.core.schedules import Schedule
+from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.core.weightings import (
     P2,
     VLB,
@@ -37,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "P2",
     "VLB",
+    "Adaptive",
     "Annealed",
     "Batch",
     "Beta",
@@ -49,9 +55,14 @@ __all__ = [
     "Density",
     "Draw",
     "EDMWeight",
+    "GradientVariance",
+    "LearnedDensity",
     "LogNormal",
     "LogSNRNormal",
     "LogitNormal",
+    "LossEMA",
+    "LossHistory",
+    "LossSecondMoment",
     "MinSNR",
     "Mixture",
     "Mode",
@@ -66,9 +77,11 @@ __all__ = [
     "SpeeD",
     "Truncated",
     "TruncatedSNR",
+    "Uncertainty",
     "Uniform",
     "Weighting",
     "likelihood",
+    "measure",
     "objective",
     "objectives",
     "sampler",

@@ -26,7 +26,7 @@ from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
 from noiseclock.core.samplers import Sampler, Setting, Uniform
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
-from noiseclock.core.streams import finalize, places, stratified
+from noiseclock.core.streams import finalize, independent, places, stratified
 from noiseclock.core.table import Table, lasting, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
 
@@ -146,13 +146,16 @@ class Clock:
         rank, world_size = self.place()
         part, parts = micro[0] * world_size + rank, micro[1] * world_size
         number = self._next_draw(x0.device, first=micro[0] == 0)
-        uniforms = stratified(self._start(len(x0), part, parts).on(x0.device), number, len(x0), part=part, parts=parts)
+        start = self._start(len(x0), part, parts).on(x0.device)
+        evenly = self.sampler.stratified
+        uniforms = stratified(start, number, len(x0), part=part, parts=parts) if evenly else independent(start, number, len(x0))
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
         if noise is None:
             noise = torch.randn(x0.shape, generator=self.generator(x0.device), device=x0.device, dtype=at_least_float32(x0))
         correction = self._correction(draw, x0) if self.corrected else torch.ones_like(draw.time)
         batch = self._make(x0, draw.time, noise, cond, correction, draw)
-        self._batch = batch if self.sampler.every else None
+        if self.sampler.every and micro[0] == 0:  # the one whose x0 a probe sees
+            self._batch = batch
         return batch
 
     def at(
@@ -194,7 +197,7 @@ class Clock:
                 # known again in the next probe, which may run outside the user's autocast block
                 reduced = prediction.dtype != batch.x_t.dtype and prediction.dtype in (torch.bfloat16, torch.float16)
                 self._autocast = prediction.dtype if reduced else autocast_dtype(prediction.device)
-        return error * (batch.weight * batch.correction).to(error.dtype)
+        return self.weighting.apply(error, batch, self.schedule)
 
     @contextmanager
     def step(self, predict: Predict, x0: Tensor, **cond: Any) -> Iterator[Tensor]:
@@ -277,7 +280,8 @@ class Clock:
         return any(moved)
 
     def _refresh(self) -> None:
-        if self._mean_weight is not None:
+        # a corrected loss has its mean under the base, whatever the sampler does
+        if self._mean_weight is not None and (not self.corrected or self.base.counts_updates):
             self._mean_weight.set_(self._measure_mean())
 
     @property
@@ -357,6 +361,7 @@ class Clock:
             "draws": int(self._draws),
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
+            "weighting": self.weighting.state_dict(),
             "noise": self._noise_state(),
         }
 
@@ -371,6 +376,7 @@ class Clock:
         before = self.sampler.state_dict()
         try:
             self.sampler.load_state_dict(state["sampler"])
+            self.weighting.load_state_dict(state.get("weighting", {}))  # whole or not at all
         except Exception:
             self.sampler.load_state_dict(before)
             raise

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.checks import resolve
+from noiseclock.core.gradient_variance import GradientVariance
+from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
 from noiseclock.core.objectives import OBJECTIVES, Objective, Preconditioned
 from noiseclock.core.samplers import Beta, CosMap, LogitNormal, Mode, Sampler, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
@@ -28,6 +31,11 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "uniform": Uniform,
+    "adaptive": Adaptive,
+    "loss-second-moment": LossSecondMoment,
+    "loss-history": LossHistory,
+    "loss-ema": LossEMA,
+    "gradient-variance": GradientVariance,
     "logit-normal": LogitNormal,
     "mode": Mode,
     "cosmap": CosMap,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,23 +46,28 @@ def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None
                 module.training = flag
 
 
+def map_tensors(f: Callable[[Tensor], Tensor], thing: Any) -> Any:
+    """`thing` with f applied to every tensor in it, through mappings and sequences; what is no tensor is passed on."""
+    if isinstance(thing, Tensor):
+        return f(thing)
+    if isinstance(thing, Mapping):
+        return {name: map_tensors(f, value) for name, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(map_tensors(f, value) for value in thing)
+    return thing
+
+
 def take_rows(cond: Any, rows: Tensor, batch: int) -> Any:
-    """Conditioning for some rows of a batch: every tensor with `batch` rows is indexed, in mappings and sequences too; the rest is passed on."""
-    if isinstance(cond, Tensor):
-        return cond[rows] if cond.ndim > 0 and len(cond) == batch else cond
-    if isinstance(cond, Mapping):
-        return {name: take_rows(value, rows, batch) for name, value in cond.items()}
-    if isinstance(cond, (list, tuple)):
-        return type(cond)(take_rows(value, rows, batch) for value in cond)
-    return cond
+    """Conditioning for some rows of a batch: every tensor with `batch` rows is indexed."""
+    return map_tensors(lambda x: x[rows] if x.ndim > 0 and len(x) == batch else x, cond)
 
 
 class Probe:
     """One model, seen before and after an optimiser update with the same data, noise and conditioning.
 
-    x0 (B, ...), noise (B, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
-    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always B rows at a time, so that nothing recompiles
-    and no forward needs more memory than a training step.
+    x0 (B, ...), noise (N, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
+    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always `chunk` rows at a time, those of the noise, so
+    that nothing recompiles and no forward needs more memory than a training step.
     """
 
     def __init__(
@@ -81,23 +86,22 @@ class Probe:
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
         self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
-        self.modules, self.autocast = modules, autocast
+        self.modules, self.autocast, self.chunk = modules, autocast, len(noise)
 
     def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) under the noises `noise_rows` (N,).
 
-        rows: sample i at time i unless given. noise_rows: those of the samples unless given. One forward for each loss, in chunks of B.
+        rows: sample i at time i unless given. noise_rows: those of the samples unless given. One forward for each loss, in chunks.
         """
-        batch = len(self.x0)
-        rows = torch.arange(batch, device=time.device) if rows is None else rows
+        rows = torch.arange(len(self.x0), device=time.device) if rows is None else rows
         noise_rows = rows if noise_rows is None else noise_rows
         if not len(time) == len(rows) == len(noise_rows):
             raise ValueError(f"times, rows and noise rows must be as many, got {len(time)}, {len(rows)} and {len(noise_rows)}")
         found = []
         with undisturbed(self.modules, self.x0.device), self._as_in_training():
-            for start in range(0, len(time), batch):
+            for start in range(0, len(time), self.chunk):
                 # the last chunk is filled up from the beginning, so that every forward has the shape of a training batch
-                chosen = torch.arange(start, start + batch, device=time.device) % len(time)
+                chosen = torch.arange(start, start + self.chunk, device=time.device) % len(time)
                 found.append(self._chunk(time[chosen], rows[chosen], noise_rows[chosen]))
         return torch.cat(found)[: len(time)]
 

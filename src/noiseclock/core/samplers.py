@@ -51,6 +51,7 @@ class Sampler(ABC):
     """
 
     every: int = 0  # a probe of the model is due every so many optimiser updates; 0 for never
+    stratified: bool = True  # may one batch's uniforms be spread evenly? Not where the sampler learns from batches that differ
 
     @property
     def corrects(self) -> bool:
@@ -177,6 +178,26 @@ def inside(time: Tensor) -> Tensor:
     return in_unit(unit_time(time)).clamp(min=1e-18)  # whose square is a number in float32 too
 
 
+def cells_icdf(pmf: Tensor, borders: Tensor, v: Tensor) -> Tensor:
+    """The inverse CDF of a density with probabilities pmf (n,) on n equal cells of time; borders (n+1,) are their running sums from 0 to 1."""
+    i = torch.searchsorted(borders, v.contiguous(), right=True).sub(1).clamp(0, len(pmf) - 1)
+    # a hair's breadth from the borders, so that floor(u·n) gives back this very cell
+    part = ((v - borders[i]) / pmf[i].clamp(min=TINY)).clamp(1e-9, 1 - 1e-9)
+    return (i + part) / len(pmf)
+
+
+def cells_mass(pmf: Tensor, borders: Tensor, first: Tensor, before: Tensor, last: Tensor, after: Tensor) -> Tensor:
+    """The probability from the place `before` (0 to 1) in cell `first` to the place `after` in cell `last`."""
+    # borders are subtracted only where whole cells lie between, for a small difference of them has lost its digits
+    apart = pmf[first] * (1 - before) + (borders[last] - borders[first + 1]) + pmf[last] * after
+    return torch.where(first == last, pmf[first] * (after - before), apart)
+
+
+def cells_log_prob(pmf: Tensor, time: Tensor) -> Tensor:
+    """The log density at `time`."""
+    return (pmf[cell(time, len(pmf))] * len(pmf)).clamp(min=TINY).log()
+
+
 class Cells:
     """A density that is constant on n equal cells of time; the table behind every discrete or learned density.
 
@@ -205,23 +226,16 @@ class Cells:
             table.set_(values)
 
     def icdf(self, v: Tensor) -> Tensor:
-        pmf, borders = self._pmf.on(v.device), self._borders.on(v.device)
-        i = torch.searchsorted(borders, v.contiguous(), right=True).sub(1).clamp(0, len(pmf) - 1)
-        # a hair's breadth from the borders, so that floor(u·n) gives back this very cell
-        part = ((v - borders[i]) / pmf[i].clamp(min=TINY)).clamp(1e-9, 1 - 1e-9)
-        return (i + part) / len(pmf)
+        return cells_icdf(self._pmf.on(v.device), self._borders.on(v.device), v)
 
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
         pmf, borders = self._pmf.on(lo.device), self._borders.on(lo.device)
         n = len(pmf)
         first, last = cell(lo, n), cell(hi, n)
-        # whole cells between the borders, less the part before lo, plus the part before hi
-        between: Tensor = borders[last] - borders[first]
-        return between - pmf[first] * (lo * n - first) + pmf[last] * (hi * n - last)
+        return cells_mass(pmf, borders, first, lo * n - first, last, hi * n - last)
 
     def log_prob(self, time: Tensor) -> Tensor:
-        pmf = self._pmf.on(time.device)
-        return (pmf[cell(time, len(pmf))] * len(pmf)).clamp(min=TINY).log()
+        return cells_log_prob(self._pmf.on(time.device), time)
 
 
 @dataclass(frozen=True)

@@ -80,3 +80,8 @@ def stratified(start: Tensor, draw: Tensor, n: int, *, part: int = 0, parts: int
     if parts > 1:
         stratum = stratum * parts + (part + (turn[stratum] * parts).long()) % parts
     return in_unit((stratum + jitter[stratum]) / strata)
+
+
+def independent(start: Tensor, draw: Tensor, n: int) -> Tensor:
+    """(n,) independent uniforms, other ones in every part; `start` as in `stratified`."""
+    return uniform(start[-n:], draw)

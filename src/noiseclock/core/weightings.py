@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noiseclock.core.batch import Batch
 from noiseclock.core.checks import choose, resolve, take_finite, take_positive
 from noiseclock.core.objectives import OBJECTIVES, Objective
 from noiseclock.core.schedules import VARIANCES, Level, Schedule
@@ -57,6 +58,19 @@ class Weighting(ABC):
         else:
             weight = self.shared(z) / objective.scale(z)
         return weight.clamp(max=CAP)
+
+    def apply(self, error: Tensor, batch: Batch, schedule: Schedule) -> Tensor:
+        """(B,) what is trained, from the errors (B,) of a batch that was weighted by this."""
+        return error * (batch.weight * batch.correction).to(error.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; nothing, unless the weight is learned."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it, or raise a ValueError and change nothing."""
+        if state:
+            raise ValueError(f"{self} has no state, but was given {sorted(state)}")
 
 
 @dataclass(frozen=True)

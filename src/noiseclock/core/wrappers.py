@@ -139,6 +139,10 @@ class Blend(Sampler):
         return max(part.every for part in self._parts)
 
     @property
+    def stratified(self) -> bool:  # type: ignore[override]
+        return all(part.stratified for part in self._parts)
+
+    @property
     def support(self) -> tuple[float, float]:
         (a, b), (c, d) = self.sampler.support, self.other.support
         return min(a, c), max(b, d)

@@ -1,0 +1,322 @@
+"""What a sampler costs: time and peak memory of one training step, as a multiple of the same loop with the uniform sampler.
+
+    python benchmarks/overhead.py                                    # a minute on a CPU, at toy size, without the fixed samplers
+    python benchmarks/overhead.py --full --out results/overhead.json # on a GPU: T, batch and image size varied one at a time
+
+All samplers train the same model in turn, in rounds. Each block of steps is preceded by one with the uniform sampler and divided by it, and the
+median over rounds is reported, so a machine that slows down does so for both. A round of one sampler is a step with a probe, where it probes, and a
+block of steps without; with a probe every f updates a step costs ((f-1)·plain + probe)/f. The uniform sampler's own row shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import noiseclock as nc
+
+Make = Callable[[], nc.Sampler]
+
+
+def of_module(module: str, name: str, *path: str, **options: Any) -> Make:
+    """A sampler that is looked up when it is wanted, so that one that is missing costs its own row only."""
+
+    def make() -> nc.Sampler:
+        found = getattr(import_module(f"noiseclock.core.{module}"), name)
+        for step in path:
+            found = getattr(found, step)
+        made: nc.Sampler = found(**options)
+        return made
+
+    return make
+
+
+SAMPLERS: dict[str, Make] = {
+    "uniform": nc.Uniform,
+    "logit-normal": nc.LogitNormal,
+    "mode": nc.Mode,
+    "cosmap": nc.CosMap,
+    "beta": nc.Beta,
+    "log-normal": nc.LogNormal,
+    "log-snr-normal": nc.LogSNRNormal,
+    "speed": nc.SpeeD,
+    "speed, released": lambda: nc.SpeeD(variant="released"),
+    "shifted uniform": lambda: nc.Shifted(nc.Uniform()),
+    "truncated uniform": lambda: nc.Truncated(nc.Uniform(), 0.0, 0.8),
+    "logit-normal + floor": lambda: nc.Mixture(nc.LogitNormal()),
+    "logit-normal, annealed": lambda: nc.Annealed(nc.LogitNormal()),
+    "loss second moment": of_module("loss_based", "LossSecondMoment"),
+    "loss second moment, published": of_module("loss_based", "LossSecondMoment", "published"),
+    "loss EMA": of_module("loss_based", "LossEMA"),
+    "gradient variance": of_module("gradient_variance", "GradientVariance"),
+    "adaptive": of_module("adaptive", "Adaptive"),
+    "adaptive, paper": of_module("adaptive", "Adaptive", "paper"),
+    "adaptive, released": of_module("adaptive", "Adaptive", "released"),
+    "adaptive, cheap": of_module("adaptive", "Adaptive", "cheap"),
+}
+FIXED = list(SAMPLERS)[1:13]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loop: T steps of the schedule, the batch, and the width of the square RGB images."""
+
+    steps: int
+    batch: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"T = {self.steps}, batch {self.batch}, {self.size}x{self.size}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one sampler cost in one case, in steps of the uniform sampler, or why it could not be had.
+
+    ratio: a step, on average. spread: from the lowest to the highest round. plain: a step without a probe. probe: a step with one. every:
+    updates between probes. memory: peak of the CUDA allocator over the uniform's, of all steps; None elsewhere.
+    """
+
+    ratio: float | None = None
+    spread: tuple[float, float] | None = None
+    plain: float | None = None
+    probe: float | None = None
+    every: int = 0
+    memory: float | None = None
+    missing: str | None = None
+
+
+# What --full measures: one thing at a time around a CIFAR-10 training.
+FULL = [Case(1000, 128, 32), Case(100, 128, 32), Case(4000, 128, 32), Case(1000, 32, 32), Case(1000, 512, 32), Case(1000, 128, 64)]
+
+
+class SmallUNet(nn.Module):
+    """For machines without diffusers: two resolutions, a skip connection and the step as channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(4, channels, 3, padding=1)
+        self.down = nn.Sequential(
+            nn.GroupNorm(8, channels),
+            nn.SiLU(),
+            nn.Conv2d(channels, 2 * channels, 3, 2, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(2 * channels, channels, 3, padding=1),
+        )
+        self.out = nn.Sequential(nn.GroupNorm(8, channels), nn.SiLU(), nn.Conv2d(channels, 3, 3, padding=1))
+
+    def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """(B, 3, H, W) from images of that shape and steps (B,)."""
+        told = (t.to(x_t) / 1000).reshape(-1, 1, 1, 1).expand(-1, 1, *x_t.shape[2:])
+        x = self.into(torch.cat([x_t, told], 1))
+        out: Tensor = self.out(x + nn.functional.interpolate(self.down(x), x.shape[2:]))
+        return out
+
+
+class Denoiser(nn.Module):
+    """diffusers' U-Net at the paper's proportions (multipliers 1, 2, 2, 2; attention at 16x16), or the small one."""
+
+    def __init__(self, size: int, channels: int) -> None:
+        super().__init__()
+        try:
+            from diffusers import UNet2DModel
+        except ImportError:
+            self.net: Any = SmallUNet(channels)
+            return
+        at_16 = [size >> level == 16 for level in range(4)]
+        self.net = UNet2DModel(
+            sample_size=size,
+            in_channels=3,
+            out_channels=3,
+            layers_per_block=2,
+            block_out_channels=[channels * m for m in (1, 2, 2, 2)],
+            down_block_types=["AttnDownBlock2D" if here else "DownBlock2D" for here in at_16],
+            up_block_types=["AttnUpBlock2D" if here else "UpBlock2D" for here in reversed(at_16)],
+            norm_num_groups=min(32, channels),
+            attention_head_dim=min(64, channels),
+        )
+
+    def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """(B, 3, H, W) the predicted noise."""
+        found = self.net(x_t, t)
+        out: Tensor = found if isinstance(found, Tensor) else found.sample
+        return out
+
+
+class Loop:
+    """One model and optimiser, trained by any clock."""
+
+    def __init__(self, case: Case, args: argparse.Namespace) -> None:
+        torch.manual_seed(args.seed)
+        self.device = torch.device(args.device)
+        self.case, self.bf16 = case, args.bf16
+        model = Denoiser(case.size, args.channels).to(self.device)
+        self.model = torch.compile(model) if args.compile else model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+        self.x0 = torch.randn(case.batch, 3, case.size, case.size, device=self.device)
+
+    def step(self, clock: nc.Clock) -> None:
+        """What README's loop does; `updated` by hand, for only one of the clocks may count this update."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            b = clock.draw(self.x0, predict=self.model)
+            loss = clock.loss(b, self.model(b.x_t, b.t)).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        clock.updated()
+
+    def timed(self, clock: nc.Clock, steps: int, *, probe: bool) -> tuple[float, int]:
+        """Seconds per step, and the peak of allocated memory in bytes."""
+        clock._next_probe = clock._updates if probe else clock._updates + steps
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step(clock)
+        if cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps, torch.cuda.max_memory_allocated() if cuda else 0
+
+
+def measure(case: Case, names: list[str], args: argparse.Namespace) -> dict[str, Cost]:
+    """Every sampler's cost in one case."""
+    loop = Loop(case, args)
+    clocks: dict[str, nc.Clock] = {}
+    costs: dict[str, Cost] = {}
+    for name in names:
+        try:
+            clocks[name] = nc.Clock(nc.schedule("linear", steps=case.steps), SAMPLERS[name](), seed=args.seed)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            costs[name] = Cost(missing=f"{type(error).__name__}: {error}")
+    reference = nc.Clock(nc.schedule("linear", steps=case.steps), nc.Uniform(), seed=args.seed)
+    for clock in (reference, *clocks.values()):
+        for _ in range(3 if clock.sampler.every else 0):  # probes that select need three before they do all of their work
+            loop.timed(clock, 1, probe=True)
+        loop.timed(clock, 2, probe=False)
+    plain, probe, uniform = ({name: list[float]() for name in clocks} for _ in range(3))
+    peak, usual = dict.fromkeys(clocks, 0), 0
+    for _ in range(args.rounds):
+        for name, clock in clocks.items():
+            seconds, memory = loop.timed(reference, args.block, probe=False)
+            uniform[name].append(seconds)
+            usual = max(usual, memory)
+            if clock.sampler.every:
+                seconds, memory = loop.timed(clock, 1, probe=True)
+                probe[name].append(seconds)
+                peak[name] = max(peak[name], memory)
+            seconds, memory = loop.timed(clock, args.block, probe=False)
+            plain[name].append(seconds)
+            peak[name] = max(peak[name], memory)
+    for name, clock in clocks.items():
+        costs[name] = cost(clock.sampler.every, plain[name], probe[name], uniform[name], peak[name] / usual if usual else None)
+    return {name: costs[name] for name in names}
+
+
+def cost(every: int, plain: list[float], probe: list[float], uniform: list[float], memory: float | None) -> Cost:
+    """From seconds per round to multiples of the uniform sampler."""
+    steps = [p / u for p, u in zip(plain, uniform, strict=True)]
+    probes = [p / u for p, u in zip(probe, uniform, strict=True)] if every else steps
+    f = every or 1
+    rounds = [((f - 1) * step + probe) / f for step, probe in zip(steps, probes, strict=True)]
+    middle, middle_probe = statistics.median(steps), statistics.median(probes)
+    ratio = ((f - 1) * middle + middle_probe) / f
+    return Cost(ratio, (min(rounds), max(rounds)), middle, middle_probe if every else None, every, memory)
+
+
+def table(results: dict[str, dict[str, Cost]]) -> str:
+    """Samplers down, cases across: the ratio, and behind a slash that of memory, where there is one."""
+
+    def entry(c: Cost | None) -> str:
+        if c is None:
+            return ""
+        if c.ratio is None:
+            return "not available"
+        return f"{c.ratio:.3f}" + ("" if c.memory is None else f" / {c.memory:.2f}")
+
+    names = list(next(iter(results.values())))
+    first = max(map(len, names))
+    lines = [" " * first + "".join(f"  {case:>27}" for case in results)]
+    lines += [f"{name:<{first}}" + "".join(f"  {entry(costs.get(name)):>27}" for costs in results.values()) for name in names]
+    return "\n".join(lines)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; what is not given is toy size, or that of --full."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="the cases for a GPU, 64 channels")
+    parser.add_argument("--steps", type=int, nargs="+", help="T of the schedule, any number of them, as the next two; all combinations are run")
+    parser.add_argument("--batch", type=int, nargs="+")
+    parser.add_argument("--size", type=int, nargs="+", help="width of the images")
+    parser.add_argument("--channels", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--block", type=int, help="steps without a probe in a round")
+    parser.add_argument("--samplers", nargs="+", choices=[*SAMPLERS, "fixed"], metavar="NAME", help=f"some of: fixed, {', '.join(SAMPLERS)}")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="under autocast")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    args = parser.parse_args(argv)
+    args.channels = args.channels or (64 if args.full else 8)
+    args.rounds = args.rounds or (5 if args.full else 2)
+    args.block = args.block or 10  # which holds one refresh of the samplers that learn from losses
+    if args.full and not (args.steps or args.batch or args.size):
+        args.cases = FULL
+    else:
+        wanted = args.steps or [1000 if args.full else 100], args.batch or [128 if args.full else 32], args.size or [32 if args.full else 8]
+        args.cases = [Case(steps, batch, size) for steps in wanted[0] for batch in wanted[1] for size in wanted[2]]
+    given = args.samplers or [name for name in SAMPLERS if args.full or name not in FIXED]
+    chosen = {"uniform", *given, *(FIXED if "fixed" in given else [])}
+    args.samplers = [name for name in SAMPLERS if name in chosen]
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print one table, write the JSON."""
+    args = arguments(argv)
+    results: dict[str, dict[str, Cost]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # probes in quick succession make a policy look restless
+        for case in args.cases:
+            # a fixed sampler is timed where the others are compared, and not again: its cost knows neither T nor the size of the images
+            names = [name for name in args.samplers if case == args.cases[0] or name not in FIXED]
+            results[str(case)] = measure(case, names, args)
+            print(f"measured {case}", flush=True)
+    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+    what = "Time / peak memory" if args.device.startswith("cuda") else "Time"
+    print(f"\n{what} of a training step, in those of the uniform sampler; {name}, torch {torch.__version__}")
+    print(table(results))
+    for why in sorted({f"{name}: {c.missing}" for costs in results.values() for name, c in costs.items() if c.missing}):
+        print(f"not available: {why}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        found = [{**asdict(case), "samplers": {n: asdict(c) for n, c in results[str(case)].items()}} for case in args.cases]
+        setup = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "noiseclock": nc.__version__,
+            "device": name,
+            "model": type(Denoiser(16, args.channels).net).__name__,
+            "seed": args.seed,
+            **{key: getattr(args, key) for key in ("channels", "rounds", "block", "compile", "bf16")},
+        }
+        args.out.write_text(json.dumps({"setup": setup, "cases": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""Adaptive non-uniform timestep sampling (2411.09998): a policy that learns which times make an update useful.
+
+Every `every` updates the loss is measured before and after one of them. δ_τ = L_τ(θ_k) - L_τ(θ_{k+1}) with L_τ = c_τ·‖eps - eps_θ‖² is how far
+the variational bound's term at τ fell, in bits per dimension; Δ, its mean over all τ, is what the update was worth. Δ is estimated for each x0 of
+the batch by Δ̃, the mean of δ over the few times S that predict it best, and the policy takes one REINFORCE step:
+
+    ascend  E[A·ln π(t|x0)] + β·H(π),    A = Δ̃, or Δ̃ less a running mean of itself and in units of its running spread.
+
+Most of Δ̃ is what the whole batch's update did, and little of it the sample's own. So the baseline is a mean over past probes: one over the batch
+would take away just that part. And times are drawn independently, not stratified: stratified batches have all the same composition, and nothing
+could be learned from how a batch with more of some times did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from noiseclock.core import ranks
+from noiseclock.core.batch import Batch, Draw
+from noiseclock.core.checks import choose, take_finite, take_positive, take_whole
+from noiseclock.core.health import Health
+from noiseclock.core.policy import BetaCells, Policy, draw_cells
+from noiseclock.core.probes import Probe, take_rows
+from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
+from noiseclock.core.schedules import Discrete, Linear, Quadratic
+from noiseclock.core.selection import SELECTORS, Queue, r_squared
+from noiseclock.core.streams import finalize
+from noiseclock.core.table import Table, cell, lasting
+from noiseclock.core.weightings import VLB
+
+CELLS = 1000  # of time, where the schedule has no steps
+VARIANTS = ("noiseclock", "paper", "released")
+MEMORY = 0.9  # of the running mean and spread of the reward, per probe
+STATE = {"probes", "skipped", "chance", "reward", "mean", "queue", "shape", "policy", "optimizer"}
+
+
+@dataclass(eq=False)
+class Adaptive(Sampler):
+    """The paper's sampler. Defaults are its settings: f_S = 40, |S| = 3, |Q| = 20, entropy 0.01, policy learning rate by schedule.
+
+    every: f_S, optimiser updates between probes. count: |S|. select: how S is chosen, "f" (the paper's F statistic), "greedy" (forward
+    selection) or "all" (every time of the grid for every x0: the exact Δ). queue: |Q|. stride: probe every so many-th step only. entropy: β.
+    lr: of the policy's Adam; None is 0.01 on the linear and quadratic schedules, 0.001 elsewhere. floor: share of the uniform density, so that
+    every time stays reachable. hidden: width of the policy's two hidden layers.
+
+    variant "noiseclock": same noise before and after, rewards centred and scaled by their running mean and spread.
+    variant "paper" (`Adaptive.paper()`): the printed algorithm; as above, with the raw reward.
+    variant "released" (`Adaptive.released()`): the authors' code made runnable: fresh noise after the update, δ summed over S, and the entropy
+    inside the reward, where it multiplies ln π. (Dropout, which stays on in that code, is off here.)
+    """
+
+    every: int = 40
+    count: int = 3
+    select: str = "f"
+    queue: int = 20
+    stride: int = 1
+    entropy: float = 0.01
+    lr: float | None = None
+    floor: float = 0.05
+    hidden: int = 128
+    variant: str = "noiseclock"
+
+    probes: int = field(init=False, repr=False, default=0)
+    skipped: int = field(init=False, repr=False, default=0)  # rewards that were not finite
+    _setting: Setting | None = field(init=False, repr=False, default=None)
+
+    stratified = False
+
+    @classmethod
+    def paper(cls, **changes: Any) -> Self:
+        """The printed algorithm, without baseline and almost without floor."""
+        return cls(**{"variant": "paper", "floor": 0.001, **changes})
+
+    @classmethod
+    def released(cls, **changes: Any) -> Self:
+        """What the authors' code does, made runnable."""
+        return cls(**{"variant": "released", "floor": 0.001, **changes})
+
+    @classmethod
+    def cheap(cls, **changes: Any) -> Self:
+        """A tenth of the probe grid, four times as seldom: about 1 % more work than uniform sampling."""
+        return cls(**{"every": 160, "stride": 10, **changes})
+
+    def __post_init__(self) -> None:
+        take_whole(self, "every", "count", "stride", "hidden", least=1)
+        take_whole(self, "queue", least=3)
+        take_finite(self, "entropy", "floor")
+        if self.lr is not None:
+            take_positive(self, "lr")
+        choose("way to select times", self.select, SELECTORS)
+        choose("Adaptive variant", self.variant, VARIANTS)
+        if not 0 < self.floor < 1:
+            raise ValueError(f"Adaptive: floor must lie between 0 and 1, so that every time stays reachable, got {self.floor}")
+
+    # --- where it works -----------------------------------------------------------------------------------------------------------------
+
+    def bind(self, setting: Setting) -> Self:
+        bound = replace(self)  # a clock's own: two clocks must not share what they learn
+        bound._bind(setting)
+        return bound
+
+    def _bind(self, setting: Setting) -> None:
+        self._setting = setting
+        schedule = setting.schedule
+        self.cells = schedule.steps or CELLS
+        if self.stride > self.cells // 3:
+            raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe")
+        if self.count > len(range(self.stride // 2, self.cells, self.stride)):
+            raise ValueError(f"Adaptive: {self.count} times cannot be selected from every {self.stride}th of {self.cells}")
+        self._beta = BetaCells(self.cells)
+        grid = (torch.arange(self.stride // 2, self.cells, self.stride, device="cpu", dtype=torch.float64) + 0.5) / self.cells
+        self._grid = Table(grid)
+        # in bits per dimension: the unit that the entropy coefficient is tuned to
+        self._bits = Table(VLB()(schedule, grid, setting.objective) / math.log(2))
+        self._mean = Table(torch.full((self.cells,), 1 / self.cells, dtype=torch.float64, device="cpu"))
+        self._queue = Queue(self.queue, len(grid), self.count, self.select)
+        self._health = Health()
+        self._chance = 0
+        self._reward = torch.zeros(3, dtype=torch.float64, device="cpu")  # running count, sum and sum of squares
+        self._policy: Policy | None = None
+        self._optimizer: torch.optim.Adam | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def _bound(self) -> Setting:
+        if self._setting is None:
+            raise ValueError("Adaptive learns from a Clock: use it as nc.Clock(schedule, nc.Adaptive(), ...)")
+        return self._setting
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the policy."""
+        if self.lr is not None:
+            return self.lr
+        return 0.01 if type(self._bound.schedule) in (Linear, Quadratic) else 0.001
+
+    def _policy_for(self, x0: Tensor) -> Policy:
+        shape = tuple(x0.shape[1:])
+        if self._policy is None:
+            with lasting(), torch.random.fork_rng(devices=[x0.device] if x0.is_cuda else []):
+                torch.manual_seed(0)  # the same on every rank
+                self._policy = Policy(shape, self.hidden).to(x0.device)
+            self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.learning_rate)
+            self._shape = shape
+            if self._saved is not None:
+                self._restore(self._saved)
+        if shape != self._shape:
+            raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, got {shape}")
+        return self._policy
+
+    # --- the density --------------------------------------------------------------------------------------------------------------------
+
+    def _pmf(self, x0: Tensor) -> Tensor:
+        """(B, n) the probability of every cell for every sample, floor included; with gradients where they are on."""
+        log_mass = self._beta.log_mass(self._policy_for(x0)(x0.detach()))
+        return (1 - self.floor) * log_mass.exp() + self.floor / self.cells
+
+    @torch.no_grad()
+    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
+        v = take_uniforms(n, x0, uniforms, generator)
+        schedule = self._bound.schedule
+        pmf = self._mean.on(v.device).expand(n, -1) if x0 is None else self._pmf(x0)
+        index, time = draw_cells(pmf, v)
+        log_pmf = pmf.gather(1, index[:, None])[:, 0].clamp(min=TINY).log()
+        return Draw(time, log_pmf + math.log(self.cells), log_pmf if isinstance(schedule, Discrete) else None)
+
+    @torch.no_grad()
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        index = cell(unit_time(time), self.cells)
+        pmf = self._mean.on(time.device)[index] if x0 is None else self._pmf(x0).gather(1, index[:, None])[:, 0]
+        return (pmf * self.cells).clamp(min=TINY).log()
+
+    @torch.no_grad()
+    def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
+        # the mass of the step's interval, by the piecewise linear CDF of the cells
+        pmf = self._mean.on(step.device).expand(len(step), -1) if x0 is None else self._pmf(x0)
+        lo, hi = step.to(pmf.dtype) * (self.cells / steps), (step + 1).to(pmf.dtype) * (self.cells / steps)
+        edges = torch.arange(self.cells, device=step.device, dtype=pmf.dtype)
+        overlap = (torch.minimum(hi[:, None], edges + 1) - torch.maximum(lo[:, None], edges)).clamp(min=0)
+        return (pmf * overlap).sum(1).clamp(min=TINY).log()
+
+    # --- learning -----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> Tensor:
+        """(|S|,) the times that stand for all of them."""
+        return self._grid.values[self._queue.selected]
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What a log should show: probes so far, how well S predicts (R²), the times of S, the entropy of the mean density, skipped rewards."""
+        mean = self._mean.values
+        entropy = -(mean * mean.clamp(min=TINY).log()).sum().item() - math.log(self.cells)
+        return {
+            "probes": self.probes,
+            "r_squared": self._queue.r_squared,
+            "selected": self.selected.tolist(),
+            "entropy": entropy,
+            "skipped": self.skipped,
+        }
+
+    def before(self, probe: Probe) -> None:
+        self._before = self._measure(probe)
+
+    def after(self, probe: Probe, batch: Batch) -> None:
+        if self._before is None:
+            return
+        if self.variant == "released":
+            generator = torch.Generator(probe.noise.device).manual_seed(finalize(self.probes) // 2)
+            probe.noise = torch.randn(probe.noise.shape, generator=generator, device=probe.noise.device, dtype=probe.noise.dtype)
+        (batch_before, row_before), self._before = self._before, None
+        batch_after, row_after = self._measure(probe)
+        fall = batch_before - batch_after  # (|S|, B)
+        reward = fall.sum(0) if self.variant == "released" else fall.mean(0)
+        if self.select != "all":
+            self._queue.push(row_before - row_after)
+        self._learn(probe.x0, batch.time, reward)
+        self.probes += 1
+
+    def _measure(self, probe: Probe) -> tuple[Tensor, Tensor]:
+        """L_τ in bits: at S for every x0 of the batch, (|S|, B), and at every τ of the grid for one x0, (G,)."""
+        device, size = probe.x0.device, len(probe.x0)
+        grid, bits = self._grid.on(device), self._bits.on(device)
+        selected = self._queue.selected.to(device)
+        rows = torch.arange(size, device=device).repeat(len(selected))
+        losses = probe.losses(grid[selected].repeat_interleave(size), rows).view(len(selected), size)
+        whole = losses.new_empty(0) if self.select == "all" else self._whole_grid(probe) * bits
+        return losses * bits[selected, None], whole
+
+    def _whole_grid(self, probe: Probe) -> Tensor:
+        """(G,) the loss of one x0 at every time of the grid: rank 0's, with the times shared out among the ranks."""
+        device = probe.x0.device
+        size = ranks.least(len(probe.x0), device)  # the last batch of an epoch may differ between ranks
+        row = torch.full((1,), self.probes % size, device=device)
+        x0, cond, noise = ranks.from_first((probe.x0[row], take_rows(probe.cond, row, len(probe.x0)), probe.noise[:size]))
+        alone = Probe(probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast)
+        grid = self._grid.on(device)
+        rank, world = self._bound.place() if ranks.active() else (0, 1)
+        share = math.ceil(len(grid) / world)
+        mine = torch.arange(rank * share, (rank + 1) * share, device=device) % len(grid)
+        losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)
+        return torch.cat(ranks.gathered(losses))[: len(grid)]
+
+    def _learn(self, x0: Tensor, time: Tensor, reward: Tensor) -> None:
+        """One step of the policy, with the same gradient on every rank."""
+        policy = self._policy_for(x0)
+        assert self._optimizer is not None
+        usable = reward.isfinite()
+        self.skipped += int((~usable).sum())
+        advantage = self._advantage(torch.where(usable, reward, 0.0), usable.to(reward.dtype))
+        with torch.enable_grad():
+            pmf = self._pmf(x0)
+            log_p = pmf.gather(1, cell(time, self.cells)[:, None])[:, 0].clamp(min=TINY).log()
+            entropy = -(pmf * pmf.clamp(min=TINY).log()).sum(1) - math.log(self.cells)  # 0 for the uniform
+            if self.variant == "released":
+                gain = ((advantage + self.entropy * entropy) * usable * log_p).mean()
+            else:
+                gain = (advantage * usable * log_p).mean() + self.entropy * entropy.mean()
+            gradients = torch.autograd.grad(-gain, list(policy.parameters()))
+        grads = [g.detach().clone() for g in gradients]
+        ranks.average_(grads)
+        if all(bool(g.isfinite().all()) for g in grads):
+            for p, g in zip(policy.parameters(), grads, strict=True):
+                p.grad = g
+            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        with torch.no_grad():
+            mean = self._pmf(x0).mean(0)
+            ranks.average_([mean])
+            self._look(mean.cpu())
+            self._mean.set_(mean.cpu())
+
+    def _advantage(self, reward: Tensor, usable: Tensor) -> Tensor:
+        """The reward as the policy gradient sees it: raw in the paper; in ours centred and scaled by what past probes gave, on all ranks."""
+        if self.variant != "noiseclock":
+            return reward
+        now = ranks.total(torch.stack([usable.sum(), reward.sum(), reward.square().sum()])).cpu().double()
+        if now[0] == 0:
+            return reward
+        past = self._reward if self._reward[0] > 0 else now
+        self._reward = MEMORY * self._reward + (1 - MEMORY) * now
+        mean = float(past[1] / past[0])
+        spread = max(float(past[2] / past[0]) - mean**2, 0.0) ** 0.5
+        advantage: Tensor = (reward - mean) / max(spread, 1e-30)
+        return advantage
+
+    # --- signs of trouble ---------------------------------------------------------------------------------------------------------------
+
+    def _look(self, mean: Tensor) -> None:
+        free = ((mean - self.floor / self.cells) / (1 - self.floor)).clamp(min=0)  # the policy without its floor
+        if free.sort(descending=True).values[: max(self.cells // 20, 1)].sum() > 0.99:
+            self._health.warn(
+                "collapse",
+                "the sampling policy has collapsed: 99 % of its mass lies in 5 % of the times. Raise `entropy` or `floor`, or lower `lr`.",
+            )
+        if (mean - self._mean.values).abs().sum() / 2 > 0.3:
+            self._health.warn(
+                "jump",
+                f"the sampling density moved by more than 30 % in one step. The policy's learning rate, {self.learning_rate:g}, is too high.",
+            )
+        self._look_at_selection()
+
+    def _look_at_selection(self) -> None:
+        rows = self._queue.rows
+        if self.select == "all" or len(rows) < self.queue:
+            return
+        generator = torch.Generator("cpu").manual_seed(0)
+        random = [r_squared(rows, torch.randperm(rows.shape[1], generator=generator)[: self.count]) for _ in range(20)]
+        self._chance = self._chance + 1 if not self._queue.r_squared > sorted(random)[10] else 0
+        if self._chance >= 5:
+            self._health.warn(
+                "selection",
+                f"for five probes the {self.count} selected times predicted the whole no better than random ones (R² {self._queue.r_squared:.2f}). "
+                "Raise `count` or `queue`, or use select='greedy'.",
+            )
+
+    # --- state --------------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        self._bound  # noqa: B018  # nothing to save before there is a clock
+        state: dict[str, Any] = {
+            "probes": self.probes,
+            "skipped": self.skipped,
+            "chance": self._chance,
+            "reward": self._reward.clone(),
+            "mean": self._mean.values.clone(),
+            "queue": self._queue.state_dict(),
+        }
+        if self._policy is None or self._optimizer is None:
+            kept = self._saved or {"shape": [], "policy": {}, "optimizer": {}}
+            return {**state, **{name: kept[name] for name in ("shape", "policy", "optimizer")}}
+        moments = self._optimizer.state_dict()["state"]
+        return {
+            **state,
+            "shape": list(self._shape),
+            "policy": {name: value.detach().clone() for name, value in self._policy.state_dict().items()},
+            "optimizer": {f"{i}.{name}": value.detach().clone() for i, moment in moments.items() for name, value in moment.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._bound  # noqa: B018
+        if set(state) != STATE:
+            raise ValueError(f"Adaptive: its state has {sorted(STATE)}, but was given {sorted(state)}")
+        self._queue.check(state["queue"])
+        if not isinstance(state["mean"], Tensor) or state["mean"].shape != self._mean.values.shape:
+            raise ValueError(f"Adaptive: the state's density is not one over {self.cells} times")
+        if state["shape"]:
+            with torch.device("meta"):
+                wanted = Policy(tuple(state["shape"]), self.hidden).state_dict()
+            if {n: v.shape for n, v in wanted.items()} != {n: v.shape for n, v in state["policy"].items()}:
+                raise ValueError("Adaptive: the state's policy network is not one of this width and shape")
+        self.probes, self.skipped, self._chance = int(state["probes"]), int(state["skipped"]), int(state["chance"])
+        self._reward = state["reward"].clone()
+        self._queue.load_state_dict(state["queue"])
+        self._mean.set_(state["mean"])
+        self._before = None
+        self._saved = dict(state)
+        if self._policy is not None:
+            self._restore(self._saved)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        assert self._policy is not None
+        assert self._optimizer is not None
+        self._saved = None
+        if not state["shape"]:
+            return
+        self._policy.load_state_dict(state["policy"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key, value in state["optimizer"].items():
+            i, name = key.split(".")
+            moments.setdefault(int(i), {})[name] = value.clone()
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})

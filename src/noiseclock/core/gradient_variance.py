@@ -1,0 +1,167 @@
+"""Sampling in proportion to the variance of the gradient (the adaptive paper's Table 4), and the estimate that it rests on.
+
+With separate parameters for every time, SGD needs a number of updates in proportion to Tr Var[g_t], the variance over (x0, eps) of the gradient
+g_t = ∇_θ ℓ_t of the plain loss (2411.09998, Theorem 1); sampling in that proportion would then be right. Real models share their parameters, and
+the paper shows that it fails there (FID 11.3 where the uniform sampler gets 3.19). It is here as a baseline.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from noiseclock.core import ranks
+from noiseclock.core.batch import Batch, Predict, at_least_float32, call, noised
+from noiseclock.core.checks import take_whole
+from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.loss_based import between_known
+from noiseclock.core.objectives import squared_error
+from noiseclock.core.probes import Probe, take_rows, undisturbed
+from noiseclock.core.table import wide
+
+
+@dataclass
+class GradientVariance(LearnedDensity):
+    """p* ∝ base·Tr Var[g_t] in bins of time, of the unweighted loss; not its root, and without importance correction, as in the paper.
+
+    bins: of time. samples: (x0, eps) in each bin, half of them in either half of a pair. pairs: of backward passes in each bin, see
+    `gradient_moments`. every: optimiser updates between estimates; each replaces the one before. floor: the share of the base in p.
+
+    An estimate is 2·bins·pairs backward passes of samples/(2·pairs) rows, so by default 2048 samples, or 16 training steps at batch 128. Bins
+    whose gradient is not finite keep what they had and are counted in `skipped`.
+    """
+
+    bins: int = 32
+    samples: int = 64
+    pairs: int = 2
+    every: int = 1000
+    floor: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_whole(self, "bins", "samples", least=2)
+        take_whole(self, "pairs", "every", least=1)
+        split(self.samples, self.pairs, self.samples)
+        self._begin()
+
+    @property
+    def corrects(self) -> bool:
+        return False
+
+    @property
+    def cells(self) -> int:
+        return self.bins
+
+    def _statistics(self) -> dict[str, Tensor]:
+        variance = torch.zeros(self.bins, dtype=torch.float64, device="cpu")
+        return {"variance": variance, "estimates": variance.long(), "skipped": torch.zeros((), dtype=torch.int64, device="cpu")}
+
+    @property
+    def variance(self) -> Tensor:
+        """(bins,) the estimate that is in use, float64, on the CPU; 0 where there is none yet."""
+        return self._buffers["variance"].cpu().double()
+
+    @property
+    def skipped(self) -> int:
+        """How many estimates on all ranks were not finite; reads the device."""
+        return int(self._buffers["skipped"])
+
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe
+        self._buffers.move_(losses.device)
+
+    def after(self, probe: Probe, batch: Batch) -> None:
+        """Estimate anew. After the update and not before it, because a clock asks for a changed density then."""
+        self._buffers.move_(probe.x0.device)
+        half, pairs = split(self.samples, self.pairs, len(probe.x0))
+        time = (torch.arange(self.bins * pairs, dtype=torch.float64, device="cpu") + 0.5) / (self.bins * pairs)
+        found = gradient_moments(probe, time, half)[0].reshape(self.bins, pairs)
+        finite = found.isfinite()
+        count, total, lost = ranks.total(torch.stack([finite.to(found.dtype), torch.where(finite, found, 0.0), (~finite).to(found.dtype)]).sum(2))
+        variance, estimates = self._buffers["variance"], self._buffers["estimates"]
+        variance.copy_(torch.where(count > 0, total / count.clamp(min=1), variance))
+        estimates.add_(count.long())
+        self._buffers["skipped"].add_(lost.sum().long())
+        known = estimates > 0
+        self.set_density_(self._base_cells() * between_known(variance, known), known.any())
+        if self.skipped:
+            self._health.warn("skipped", f"GradientVariance: {self.skipped} gradients were not finite and were skipped; look at the model")
+
+
+def split(samples: int, pairs: int, rows: int) -> tuple[int, int]:
+    """How `samples` are halved: rows in a half and the number of pairs, at least `pairs`, more where a pair would need more than the `rows`.
+
+    >>> split(64, 4, 128), split(64, 4, 10)
+    ((8, 4), (5, 7))
+    """
+    if rows < 2:
+        raise ValueError("the variance of the gradient needs a batch of at least two samples")
+    if pairs < 1 or samples < 2 * pairs:
+        raise ValueError(f"a pair takes at least two samples, got samples = {samples} for pairs = {pairs}")
+    half = min(samples // (2 * pairs), rows // 2)
+    return half, max(pairs, math.ceil(samples / (2 * half)))
+
+
+def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
+    """(2, n): Tr Var[g_t] and E‖g_t‖² at times (n,), float64 where the device has it.
+
+    Two halves of m samples each, no sample or noise in both, have mean gradients G and H, each with the expectation E g and Tr Var g/m. So
+
+        m·‖G-H‖²/2              estimates Tr Var g, and
+        m·‖G-H‖²/2 + G·H        estimates E‖g‖², as G·H does ‖E g‖²,
+
+    both without bias and never below zero; at m = 1 the second is (‖G‖²+‖H‖²)/2. Over k independent pairs the relative error of the variance is
+    about √(2/(k·D) + κ/(2mk)): D = (Tr Σ)²/Tr Σ² counts the directions over which Σ = Var g spreads, κ is the spread of ‖g-E g‖² among
+    samples, squared and relative. Per-sample gradients (vmap) would save the first term at the price of models that must allow it and of a
+    gradient for every sample in memory; this takes any callable, m rows at a time.
+
+    Parameters that require no gradient do not count. `.grad` is neither read nor written.
+    """
+    parameters = _trained(probe.modules)
+    rows = len(probe.x0)
+    # a compiled model would be compiled anew for m rows
+    predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)
+    # float16 gradients vanish without a loss scale, and bfloat16 ones do not
+    autocast = probe.autocast if probe.autocast is torch.bfloat16 else None
+    found = []
+    with ExitStack() as stack:
+        for module in probe.modules:
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        stack.enter_context(undisturbed(probe.modules, probe.x0.device))
+        stack.enter_context(torch.autocast(probe.x0.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False))
+        for i, t in enumerate(time.to(probe.x0.device)):
+            # other samples at every time, and other noises for them: shifted by i, so that a half never holds one of either twice
+            chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows
+            g, h = (_gradient(probe, predict, parameters, t.expand(half), part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))
+            apart = sum(((a - b).square().sum(dtype=wide(t.device)) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
+            along = sum(((a * b).sum(dtype=wide(t.device)) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
+            found.append(torch.stack([half * apart / 2, half * apart / 2 + along]))
+    return torch.stack(found, 1)
+
+
+def _gradient(probe: Probe, predict: Predict, parameters: list[nn.Parameter], time: Tensor, rows: Tensor, noise_rows: Tensor) -> list[Tensor]:
+    """The gradient of the mean loss of some samples, float32 at least."""
+    x_t, target = noised(probe.schedule, probe.objective, probe.x0[rows], probe.noise[noise_rows], time)
+    cond = take_rows(probe.cond, rows, len(probe.x0))
+    with torch.enable_grad():
+        loss = squared_error(call(predict, x_t, probe.schedule.condition(time), cond), target).mean()
+        if not loss.requires_grad:
+            raise ValueError("the loss depends on no parameter that is trained")
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [g.to(at_least_float32(g)) for g in gradients]
+
+
+def _trained(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that are trained, each once."""
+    parameters = list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
+    if not parameters:
+        raise ValueError("the model has no parameter that is trained")
+    if any(hasattr(p, "device_mesh") for p in parameters):
+        raise NotImplementedError("gradients of a sharded model (FSDP) are reduced by its own backward pass alone and cannot be measured here")
+    return parameters

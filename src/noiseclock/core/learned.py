@@ -1,0 +1,255 @@
+"""Densities that change during training, kept on the device that they are drawn on.
+
+A `LearnedDensity` is constant on n equal cells of time. Its probabilities are one tensor that is written in place, so a draw never waits for
+the host, and a captured graph that reads them sees every change.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from noiseclock.core.batch import Draw
+from noiseclock.core.checks import take_finite
+from noiseclock.core.health import Health
+from noiseclock.core.samplers import TINY, Sampler, Setting, Uniform, cells_icdf, cells_log_prob, cells_mass, take_uniforms, unit_time
+from noiseclock.core.streams import in_unit
+from noiseclock.core.table import lasting, wide
+
+LEAST_ESS = 0.1  # a smaller effective sample size is warned of
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """(n,) sums of the first 1..n values, by doubling: the same bits on every rank, which CUDA's cumsum does not promise."""
+    shift = 1
+    while shift < len(x):
+        x = torch.cat([x[:shift], x[shift:] + x[:-shift]])
+        shift *= 2
+    return x
+
+
+class Buffers:
+    """Named tensors that outlive the step, live on one device together and are written in place."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._tensors.values())).device
+
+    def move_(self, device: torch.device) -> None:
+        """Go to another device; floats are float64 where it has that."""
+        if device != self.device:
+            with lasting():
+                self._tensors = {name: t.to(device, wide(device) if t.is_floating_point() else None) for name, t in self._tensors.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: t.clone() for name, t in self._tensors.items()}
+
+    def check(self, state: Mapping[str, Any], owner: str) -> None:
+        """Raise a ValueError unless every tensor is there, of the right shape and kind, and finite."""
+        for name, mine in self._tensors.items():
+            theirs = state[name]
+            if not isinstance(theirs, Tensor) or theirs.shape != mine.shape or theirs.is_floating_point() != mine.is_floating_point():
+                found = f"{theirs.dtype} of shape {tuple(theirs.shape)}" if isinstance(theirs, Tensor) else repr(theirs)
+                raise ValueError(f"{owner}: {name!r} of the state must be {mine.dtype} of shape {tuple(mine.shape)}, got {found}")
+            if theirs.device.type != "meta" and not bool(theirs.isfinite().all()):
+                raise ValueError(f"{owner}: {name!r} of the state holds values that are not finite")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, mine in self._tensors.items():
+            mine.copy_(state[name])
+
+
+class Glance:
+    """Numbers sent from the device and read once they have arrived: nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._sent: Tensor | None = None
+        self._event: Any = None
+
+    def send(self, values: Tensor) -> None:
+        """Start on the way (n,) values, unless others are still under way."""
+        if self._sent is not None or values.device.type == "meta":
+            return
+        if values.is_cuda:
+            self._sent = values.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._sent = values.cpu()
+
+    def take(self) -> list[float] | None:
+        """What has arrived since the last time, if anything."""
+        if self._sent is None or (self._event is not None and not self._event.query()):
+            return None
+        found: list[float] = self._sent.tolist()
+        self._sent = self._event = None
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_sent": None, "_event": None}  # an event belongs to its process
+
+
+class LearnedDensity(Sampler):
+    """A density that is constant on n equal cells of time and changes during training. Subclasses are dataclasses with a `floor`.
+
+    p = (1-floor)·p* + floor·base on the cells, with p* what `set_density_` is given; so where the base is even within each cell no
+    importance weight base/p is above 1/floor. Until anything is known p is the base on the cells. A Clock binds a copy of its own, which
+    starts from there; used alone, the base is the uniform.
+
+    To write one: say how many `cells` there are, name the tensors to keep in `_statistics`, call `_begin` at the end of `__post_init__`,
+    and `set_density_` whenever more is known.
+    """
+
+    floor: float
+
+    @property
+    def corrects(self) -> bool:
+        return True
+
+    @property
+    @abstractmethod
+    def cells(self) -> int:
+        """The number n of cells."""
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """The tensors that it learns with, on the CPU: kept with the density, moved and saved with it."""
+        return {}
+
+    def __post_init__(self) -> None:
+        take_finite(self, "floor")
+        if not 0 < self.floor < 1:
+            raise ValueError(f"{type(self).__name__}: floor must lie between 0 and 1, got {self.floor}")
+
+    def _begin(self, base: Sampler | None = None) -> None:
+        """Start from the base, knowing nothing."""
+        self.base = Uniform() if base is None else base
+        self._health, self._glance = Health(), Glance()
+        with lasting():
+            pmf = torch.zeros(self.cells, dtype=torch.float64, device="cpu")
+            self._buffers = Buffers(pmf=pmf, borders=pmf.new_zeros(self.cells + 1), **self._statistics())
+            self._write(self._base_cells())
+
+    def bind(self, setting: Setting) -> Self:
+        bound: Self = replace(self)  # type: ignore[type-var]  # every subclass is a dataclass
+        bound._begin(setting.base)
+        return bound
+
+    # --- the density --------------------------------------------------------------------------------------------------------------------
+
+    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
+        v = take_uniforms(n, x0, uniforms, generator)
+        time = in_unit(cells_icdf(*self._tables(v.device), v))
+        return Draw(time, self.log_prob(time))
+
+    def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
+        time = unit_time(time)
+        return cells_log_prob(self._tables(time.device)[0], time)
+
+    def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
+        pmf, borders = self._tables(step.device)
+        n = len(pmf)
+        if n == steps:
+            mass = pmf[step]
+        else:
+            # the ends t/T and (t+1)/T of a step in units of cells, whole part and rest: integers make no rounding errors
+            start, stop = step * n, (step + 1) * n
+            first, last = start // steps, (stop // steps).clamp(max=n - 1)
+            before, after = ((place - i * steps).to(pmf.dtype) / steps for place, i in ((start, first), (stop, last)))
+            mass = cells_mass(pmf, borders, first, before, last, after)
+        return mass.clamp(min=TINY).log()
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Probabilities (n,) and borders (n+1,). On another device than they live on this is a copy, made anew each time: only a plot or the
+        first step asks for that."""
+        pmf, borders = self._buffers["pmf"], self._buffers["borders"]
+        if pmf.device == device:
+            return pmf, borders
+        return pmf.to(device, wide(device)), borders.to(device, wide(device))
+
+    def _base_cells(self) -> Tensor:
+        """(n,) the probabilities of the cells under the base, which may be annealed, so they are asked for anew."""
+        index = torch.arange(self.cells, device=self._buffers.device)
+        base = self.base.log_pmf(index, self.cells).exp()
+        return base / base.sum()
+
+    @torch.no_grad()
+    def set_density_(self, wanted: Tensor, known: Tensor) -> None:
+        """Draw in proportion to wanted (n,), not negative, and floor·base; from the base unless `known` (0-d, bool) and wanted is a density."""
+        base, total = self._base_cells(), wanted.sum()
+        mixed = (1 - self.floor) * wanted / total + self.floor * base
+        known = known & (total > TINY) & mixed.isfinite().all()
+        self._write(torch.where(known, mixed, base))
+
+    def _write(self, pmf: Tensor) -> None:
+        pmf = pmf / pmf.sum()
+        self._buffers["pmf"].copy_(pmf)
+        borders = self._buffers["borders"]
+        borders[1:].copy_(running_sum(pmf).clamp(max=1))
+        borders[-1:].fill_(1.0)
+
+    # --- how it fares -------------------------------------------------------------------------------------------------------------------
+
+    def ess(self) -> float:
+        """The effective sample size of the importance weights as a share of the batch, 1/E_p[(base/p)²] over the cells; reads the device.
+
+        1 where p is the base, and never under `floor`.
+        """
+        return float(self._ess())
+
+    def _ess(self) -> Tensor:
+        return 1 / (self._base_cells().square() / self._buffers["pmf"].clamp(min=TINY)).sum()
+
+    def _check_health(self, skipped: Tensor) -> None:
+        """Warn of a small effective sample size and of losses (0-d: how many) that were `skipped`; late rather than wait for the device."""
+        if self._health.said >= {"ess", "skipped"}:
+            return
+        self._glance.send(torch.stack([self._ess(), skipped.to(self._buffers["pmf"].dtype)]))
+        arrived = self._glance.take()
+        if arrived is None:
+            return
+        ess, lost = arrived
+        if ess < LEAST_ESS:
+            self._health.warn(
+                "ess",
+                f"{type(self).__name__}: the importance weights leave an effective sample size of {ess:.1%} of the batch, so a few samples decide "
+                f"each gradient; raise floor (now {self.floor:g}: the effective size is never below it)",
+            )
+        if lost > 0:
+            self._health.warn(
+                "skipped", f"{type(self).__name__}: {lost:.0f} losses were not finite and were skipped; look at the model or its precision"
+            )
+
+    # --- state --------------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._buffers.state_dict(), **self._counters()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it; one that does not fit is refused before anything is changed."""
+        mine, name = self.state_dict(), type(self).__name__
+        if set(state) != set(mine):
+            raise ValueError(f"{name}: its state has {', '.join(sorted(mine))}, but was given {', '.join(sorted(map(str, state))) or 'nothing'}")
+        self._buffers.check(state, name)
+        counters = {key: state[key] for key in self._counters()}
+        for key, value in counters.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}: {key!r} of the state must be a whole number, got {value!r}")
+        self._buffers.load_state_dict(state)
+        self._load_counters(counters)
+
+    def _counters(self) -> dict[str, int]:
+        """Whole numbers on the host that belong to the state."""
+        return {}
+
+    def _load_counters(self, counters: dict[str, int]) -> None: ...

@@ -1,0 +1,310 @@
+"""Samplers that learn from the losses of training itself, at no extra forward.
+
+With importance correction the mean of the gradient does not depend on p, and its variance is least at p* ∝ base·√E‖w∇ℓ_t‖². Gradients are not
+seen here; the losses stand in for them:
+
+    LossSecondMoment    p* ∝ base·√E[(w·ℓ)²]    in bins of time
+    LossEMA             p* ∝ base·E[w·ℓ]        in bins of time (Kingma & Gao, 2303.00848)
+    LossHistory         p* ∝ base·√E[ℓ²]        for each step, over its last losses (improved-diffusion, 2102.09672)
+
+ℓ is the unweighted loss of a sample, w = batch.weight its weight, without the importance correction. Each rank adds up its own losses; every
+`refresh` optimiser updates the ranks put them together, so that all draw from one density. There is no other communication.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from noiseclock.core import ranks
+from noiseclock.core.batch import Batch
+from noiseclock.core.checks import take_finite, take_whole
+from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.samplers import TINY, Sampler, Setting
+from noiseclock.core.schedules import Discrete, Schedule
+from noiseclock.core.table import cell, widen
+
+PATIENCE = 1000  # batches without an update before a sampler says that it sees none
+ENOUGH = 0.9  # the share of the base that must be known before the density leaves it
+
+
+class LossBased(LearnedDensity):
+    """A density that is learned from losses and set anew every `refresh` optimiser updates. Losses that are not finite are skipped and counted.
+
+    To write one: add a batch to the buffers in `_add`, and put the ranks' buffers together and set the density in `_fold`.
+    """
+
+    refresh: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_whole(self, "refresh", least=1)
+
+    def _begin(self, base: Sampler | None = None) -> None:
+        super()._begin(base)
+        self._since = 0  # updates since the density was set
+        self._seen = 0  # the count of updates at the last one
+        self._resumed = False
+        self._unseen = 0  # batches since the last update
+
+    @property
+    def skipped(self) -> int:
+        """How many losses on this rank were not finite; reads the device."""
+        return int(self._buffers["skipped"])
+
+    @abstractmethod
+    def _add(self, batch: Batch, losses: Tensor) -> Tensor:
+        """Note a batch with its losses (B,), in float64; (B,) which of them were finite."""
+
+    @abstractmethod
+    def _fold(self) -> None:
+        """Learn from what all ranks noted since the last time."""
+
+    @torch.no_grad()
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        self._buffers.move_(losses.device)
+        finite = self._add(batch, widen(losses))
+        self._buffers["skipped"].add_((~finite).sum())
+        self._unseen += 1
+        if self._unseen == PATIENCE:
+            self._health.warn(
+                "updates",
+                f"{PATIENCE} batches were seen and no optimiser update, so {type(self).__name__} stands still; call clock.attach(optimizer), or "
+                "clock.updated() after each update",
+            )
+
+    @torch.no_grad()
+    def advance(self, updates: int) -> bool:
+        # A Clock that has loaded a state tells its count once more, which is no update. Otherwise calls are counted and not updates: the ranks'
+        # counts differ while one of them alone has asked a fused optimiser what it skipped, and ranks that meet at different calls wait forever.
+        told_again, self._resumed = self._resumed and updates <= self._seen, False
+        if told_again:
+            return False
+        self._seen, self._unseen = updates, 0
+        self._since += 1
+        if self._since < self.refresh:
+            return False
+        self._since = 0
+        self._fold()
+        self._check_health(self._buffers["skipped"])
+        return True
+
+    def _counters(self) -> dict[str, int]:
+        return {"since": self._since, "seen": self._seen}
+
+    def _load_counters(self, counters: dict[str, int]) -> None:
+        self._since, self._seen = counters["since"], counters["seen"]
+        self._resumed, self._unseen = True, 0
+
+
+class BinnedLoss(LossBased):
+    """Fading means of a moment of w·ℓ in equal bins of time.
+
+    A bin is known once it has seen `warmup` losses; one that is not takes a value between those of its known neighbours, by distance. The
+    density is the base until bins with 90 % of the base are known. Old losses fade by `decay` with every update that brings new ones, so a bin
+    that is drawn seldom keeps what it knows. Bins lie in time and not in log-SNR, where a quarter of them would be empty on a cosine schedule.
+    """
+
+    bins: int
+    decay: float
+    warmup: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_whole(self, "bins", least=2)
+        take_whole(self, "warmup", least=1)
+        take_finite(self, "decay")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"{type(self).__name__}: decay must lie in [0, 1), got {self.decay}")
+        self._begin()
+
+    @property
+    def cells(self) -> int:
+        return self.bins
+
+    def _statistics(self) -> dict[str, Tensor]:
+        # rows of `pending` (this rank's) and `faded` (all ranks'): how many losses, and the sum of their moments
+        zeros = torch.zeros(2, self.bins, dtype=torch.float64, device="cpu")
+        return {"pending": zeros, "faded": zeros.clone(), "count": zeros[0].clone(), "skipped": torch.zeros((), dtype=torch.int64, device="cpu")}
+
+    @abstractmethod
+    def _moment(self, weighted: Tensor) -> Tensor:
+        """What is averaged of w·ℓ (B,)."""
+
+    @abstractmethod
+    def _price(self, mean: Tensor) -> Tensor:
+        """p*/base, up to a factor, from the means (n,)."""
+
+    def _add(self, batch: Batch, losses: Tensor) -> Tensor:
+        moment = self._moment(losses * batch.weight)
+        finite = moment.isfinite()
+        rows = torch.stack([finite.to(moment.dtype), torch.where(finite, moment, 0.0)])
+        self._buffers["pending"].index_add_(1, cell(batch.time, self.bins), rows)
+        return finite
+
+    def _fold(self) -> None:
+        faded, count = self._buffers["faded"], self._buffers["count"]
+        new = ranks.total(self._buffers["pending"])
+        faded.copy_(torch.where(new[0] > 0, faded * self.decay**self.refresh + new, faded))
+        count.add_(new[0])
+        self._buffers["pending"].zero_()
+        known = count >= self.warmup
+        price = between_known(self._price(faded[1] / faded[0].clamp(min=TINY)), known)
+        base = self._base_cells()
+        self.set_density_(base * price, (base * known).sum() >= ENOUGH)
+
+
+@dataclass
+class LossSecondMoment(BinnedLoss):
+    """p* ∝ base·√E[(w·ℓ)²] in bins of time: the density that gives a corrected estimate of the loss the least variance.
+
+    It is the gradient's best density too, as far as the size of a sample's gradient goes with its loss. `LossSecondMoment.published()` is the
+    original, step by step.
+
+    bins: of time. decay: of old losses with each update, so that about the last 1/(1-decay) updates count. floor: the share of the base in p.
+    refresh: updates between new densities. warmup: losses in a bin before it is known.
+    """
+
+    bins: int = 64
+    decay: float = 0.995
+    floor: float = 0.1
+    refresh: int = 10
+    warmup: int = 32
+
+    def _moment(self, weighted: Tensor) -> Tensor:
+        return weighted.square()
+
+    def _price(self, mean: Tensor) -> Tensor:
+        return mean.sqrt()
+
+    @staticmethod
+    def published() -> LossHistory:
+        """Improved-diffusion's sampler: ten losses of each step, unweighted, and a floor of 0.001."""
+        return LossHistory()
+
+
+@dataclass
+class LossEMA(BinnedLoss):
+    """p* ∝ base·E[w·ℓ] in bins of time, so that every time contributes alike to the loss (Kingma & Gao, who bin log-SNR)."""
+
+    bins: int = 100
+    decay: float = 0.995
+    floor: float = 0.1
+    refresh: int = 10
+    warmup: int = 32
+
+    def _moment(self, weighted: Tensor) -> Tensor:
+        return weighted
+
+    def _price(self, mean: Tensor) -> Tensor:
+        return mean
+
+
+@dataclass
+class LossHistory(LossBased):
+    """p = (1-floor)·p* + floor·base with p* ∝ base·√(mean of ℓ² over the last `length` losses of the step), for discrete steps.
+
+    With the uniform base this is improved-diffusion's LossSecondMomentResampler. The density is the base until every step has seen `length`
+    losses. Between refreshes each rank remembers the last `length` losses of a step; they are joined in the order of the ranks.
+    """
+
+    length: int = 10
+    floor: float = 0.001
+    refresh: int = 1
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_whole(self, "length", least=1)
+        if self.schedule is not None:
+            self._begin()
+
+    @property
+    def _steps(self) -> Discrete:
+        if self.schedule is None:
+            raise ValueError(f"{type(self).__name__} needs a noise schedule: use it in a Clock, or pass schedule=nc.schedule(...)")
+        if not isinstance(self.schedule, Discrete):
+            raise ValueError(
+                f"{type(self).__name__} keeps a history for every discrete step, and {self.schedule} has none; "
+                "in continuous time use LossSecondMoment(), which bins time"
+            )
+        return self.schedule
+
+    @property
+    def cells(self) -> int:
+        return self._steps.steps
+
+    def bind(self, setting: Setting) -> Self:
+        if self.schedule not in (None, setting.schedule):
+            raise ValueError(f"{type(self).__name__} was made for {self.schedule}, the clock runs on {setting.schedule}")
+        bound = replace(self, schedule=setting.schedule)
+        bound._begin(setting.base)
+        return bound
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        _ = self._steps  # says so if there is no schedule yet
+        return super()._tables(device)
+
+    def _statistics(self) -> dict[str, Tensor]:
+        # Rings: the i-th loss of a step since the ring was emptied lies in column i mod length. `pending` (this rank's) and `history` (all
+        # ranks') with the number of losses that went through each. The last row of `pending` takes what is not to be kept.
+        pending = torch.zeros(self.cells + 1, self.length, dtype=torch.float64, device="cpu")
+        waiting = torch.zeros(self.cells + 1, dtype=torch.int64, device="cpu")
+        return {
+            "history": pending[:-1].clone(),
+            "passed": waiting[:-1].clone(),
+            "pending": pending,
+            "waiting": waiting,
+            "skipped": waiting[0].clone(),
+        }
+
+    def _add(self, batch: Batch, losses: Tensor) -> Tensor:
+        pending, waiting = self._buffers["pending"], self._buffers["waiting"]
+        nowhere = len(waiting) - 1
+        finite = losses.square().isfinite()
+        step = torch.where(finite, self._steps.step(batch.time), nowhere)
+        # the place of each sample among those of its step: in sorted order, how far it is from the first of them
+        step, order = step.sort(stable=True)
+        losses = losses[order]
+        place = torch.arange(len(step), device=step.device) - torch.searchsorted(step, step)
+        count = torch.zeros_like(waiting).index_add_(0, step, torch.ones_like(step))
+        # of more than `length` losses of one step the last ones stay, so that no two are written to one column
+        row = torch.where(place >= count[step] - self.length, step, nowhere)
+        pending.index_put_((row, (waiting[step] + place) % self.length), torch.where(row < nowhere, losses, 0.0))
+        waiting.add_(count)
+        waiting[-1:].zero_()
+        return finite
+
+    def _fold(self) -> None:
+        history, passed = self._buffers["history"], self._buffers["passed"]
+        pending, waiting = self._buffers["pending"], self._buffers["waiting"]
+        column = torch.arange(self.length, device=history.device)
+        for new, count in zip(ranks.gathered(pending[:-1]), ranks.gathered(waiting[:-1]), strict=True):
+            kept = count.clamp(max=self.length)[:, None]
+            source = (count[:, None] - kept + column) % self.length  # oldest first
+            target = (passed[:, None] + column) % self.length
+            values = torch.where(column < kept, new.gather(1, source), history.gather(1, target))
+            history.scatter_(1, target, values)
+            passed.add_(kept[:, 0])
+        pending.zero_()
+        waiting.zero_()
+        self.set_density_(self._base_cells() * history.square().mean(1).sqrt(), (passed >= self.length).all())
+
+
+def between_known(values: Tensor, known: Tensor) -> Tensor:
+    """values (n,) where `known` (n,); elsewhere on the line between the nearest known ones, or equal to the nearest where there is one side only.
+
+    >>> between_known(torch.tensor([9.0, 1.0, 9.0, 9.0, 4.0]), torch.tensor([False, True, False, False, True]))
+    tensor([1., 1., 2., 3., 4.])
+    """
+    n = len(values)
+    i = torch.arange(n, device=values.device)
+    left = torch.where(known & (i <= i[:, None]), i, -1).amax(1)
+    right = torch.where(known & (i >= i[:, None]), i, n).amin(1)
+    first, last = torch.where(left < 0, right, left).clamp(max=n - 1), torch.where(right == n, left, right).clamp(min=0)
+    part = (i - first) / (last - first).clamp(min=1)
+    return torch.where(first == last, values[first], torch.lerp(values[first], values[last], part.to(values.dtype)))

@@ -1,0 +1,285 @@
+"""What a model shows over time: its loss, the variance of its gradient, and what training in one place does to the rest.
+
+With ℓ_t(x0, eps) the plain loss of one sample at time t and g_t = ∇_θ ℓ_t its gradient:
+
+    loss_over_time      E[ℓ_t] and E[w·ℓ_t]
+    gradient_variance   Tr Var[g_t] over (x0, eps), and E‖g_t‖² = Tr Var[g_t] + ‖E g_t‖²
+    interdependence     E[ℓ_t] before and after updates that saw times in one interval only
+
+Each runs on any model, data and conditioning that a Clock trains, gives numpy arrays, and leaves the model as it was: parameters, buffers,
+gradients, training flags and random states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from noiseclock.core.batch import Predict, at_least_float32, call, check_batch
+from noiseclock.core.clock import Clock
+from noiseclock.core.gradient_variance import gradient_moments, split
+from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows
+from noiseclock.core.schedules import Array, as_time
+from noiseclock.core.streams import finalize
+from noiseclock.core.table import wide
+
+
+class LossOverTime(NamedTuple):
+    """Mean losses at some times, as numpy arrays (n,).
+
+    time: where. loss: unweighted. weighted: times the clock's weight. error: the standard error of `loss` over the samples.
+    """
+
+    time: Array
+    loss: Array
+    weighted: Array
+    error: Array
+
+
+class GradientsOverTime(NamedTuple):
+    """Gradients by time bin, as numpy arrays (bins,).
+
+    time: the middle of each bin. variance: Tr Var[g_t] over (x0, eps). squared_norm: E‖g_t‖². error: the standard error of `variance`, from
+    the spread of a bin's pairs, and so with the change of the variance within the bin; NaN where a bin has one pair.
+    """
+
+    time: Array
+    variance: Array
+    squared_norm: Array
+    error: Array
+
+
+class Interdependence(NamedTuple):
+    """Unweighted losses at some times before and after training in an interval, as numpy arrays (n,); change = after - before."""
+
+    time: Array
+    before: Array
+    after: Array
+    change: Array
+
+
+def loss_over_time(
+    clock: Clock,
+    predict: Predict,
+    x0: Tensor,
+    *,
+    cond: Any = None,
+    times: int | Sequence[float] | Array = 50,
+    repeats: int = 1,
+    batch: int = 128,
+    seed: int = 0,
+    model: nn.Module | None = None,
+) -> LossOverTime:
+    """The loss at `times` on x0 (N, ...), in evaluation mode, every time under the same noises.
+
+    times: chosen ones in [0, 1], or how many, evenly. repeats: noises for each sample. batch: rows in a forward. model: what is measured, where
+    it cannot be found from `predict`.
+    """
+    check_batch(x0, None)
+    time = _grid(times)
+    found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=_modules(predict, model))
+    # repeats of one sample are not independent of each other: its mean over them counts once
+    by_sample = found.mean(0)
+    error = by_sample.std(1, ddof=1) / math.sqrt(len(x0)) if len(x0) > 1 else np.full(len(time), np.nan)
+    loss = by_sample.mean(1)
+    return LossOverTime(time, loss, loss * _weights(clock, x0, time), error)
+
+
+def gradient_variance(
+    clock: Clock,
+    predict: Predict,
+    x0: Tensor,
+    *,
+    cond: Any = None,
+    bins: int = 32,
+    samples: int = 64,
+    pairs: int = 4,
+    weighted: bool = False,
+    seed: int = 0,
+    model: nn.Module | None = None,
+) -> GradientsOverTime:
+    """The trace of the variance of the gradient in equal bins of time, from x0 (N, ...), in evaluation mode; see `gradient_moments`.
+
+    samples: (x0, eps) in each bin; 64 of them in 4 `pairs` are 8 backward passes of 8 rows, each pair at a time of its own, evenly in the bin.
+    pairs = samples/2 is one backward for each sample: slow, and the most accurate. weighted: of w·ℓ_t instead of ℓ_t.
+    model: what is measured, where it cannot be found from `predict`.
+    """
+    check_batch(x0, None)
+    half, pairs = split(samples, pairs, len(x0))
+    time = (np.arange(bins * pairs) + 0.5) / (bins * pairs)
+    noise = _noise(x0, _generator(x0.device, seed, "noise"))
+    autocast = autocast_dtype(x0.device)
+    probe = Probe(predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model), autocast=autocast)
+    found = gradient_moments(probe, torch.as_tensor(time), half).cpu().double().numpy()
+    if weighted:
+        found = found * _weights(clock, x0, time) ** 2
+    variance, squared_norm = found.reshape(2, bins, pairs)
+    error = variance.std(1, ddof=1) / math.sqrt(pairs) if pairs > 1 else np.full(bins, np.nan)
+    return GradientsOverTime(_grid(bins), variance.mean(1), squared_norm.mean(1), error)
+
+
+def interdependence(
+    clock: Clock,
+    predict: Predict,
+    optimizer: Any,
+    x0: Tensor,
+    *,
+    cond: Any = None,
+    interval: tuple[float, float] = (0.0, 0.2),
+    updates: int = 100,
+    times: int | Sequence[float] | Array = 50,
+    repeats: int = 1,
+    batch: int = 128,
+    seed: int = 0,
+    model: nn.Module | None = None,
+) -> Interdependence:
+    """What happens to the loss everywhere when only times in `interval` are trained (the adaptive paper's Fig. 4).
+
+    The model makes `updates` updates with `optimizer`, `batch` samples of x0 (N, ...) each, at times evenly in the interval, by the clock's
+    weighted loss and in the mode that it is in. Then model and optimiser go back, bit for bit; hooks of the optimiser do not see any of it, the
+    clock counts nothing. times, repeats, model: as for `loss_over_time`, with the same noise on both sides.
+    """
+    check_batch(x0, None)
+    lo, hi = interval
+    if not 0 <= lo < hi <= 1:
+        raise ValueError(f"interval must be (lo, hi) with 0 <= lo < hi <= 1, got {interval}")
+    time, modules = _grid(times), _modules(predict, model)
+
+    def losses() -> Array:
+        found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=modules)
+        return np.asarray(found.mean((0, 2)))
+
+    before = losses()
+    with _restored(modules, optimizer, x0.device):
+        generator = _generator(x0.device, seed, "training")
+        torch.default_generator.manual_seed(seed)
+        if x0.is_cuda:
+            torch.cuda.default_generators[x0.get_device()].manual_seed(seed)
+        for _ in range(updates):
+            rows = torch.randint(len(x0), (batch,), generator=generator, device=x0.device)
+            jitter = torch.rand(batch, generator=generator, device=x0.device, dtype=wide(x0.device))
+            place = (torch.arange(batch, device=x0.device) + jitter) / batch
+            inside = (lo + (hi - lo) * place).clamp(max=math.nextafter(hi, 0))  # rounding must not carry a time out of the interval
+            some = x0[rows]
+            b = clock.at(some, inside, noise=_noise(some, generator), cond=take_rows(cond, rows, len(x0)))
+            with torch.enable_grad():
+                clock.loss(b, call(predict, b.x_t, b.t, b.cond)).mean().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        after = losses()
+    return Interdependence(time, before, after, after - before)
+
+
+@contextmanager
+def _restored(modules: list[nn.Module], optimizer: Any, device: torch.device) -> Iterator[None]:
+    """Lend the model and the optimiser out: afterwards every tensor of theirs is the same object with the same bits, and no hook has run.
+
+    Not by `state_dict` and `load_state_dict`: the latter casts the optimiser's state to the parameters' dtype and makes new tensors.
+    """
+    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    groups = [group["params"] for group in optimizer.param_groups]
+    tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())} | {id(p): p for group in groups for p in group}
+    kept = [(x, x.detach().clone()) for x in tensors.values()]
+    gradients = [(p, p.grad) for p in tensors.values()]
+    states = {p: _kept(state) for p, state in optimizer.state.items()}
+    settings = [_kept({name: value for name, value in group.items() if name != "params"}) for group in optimizer.param_groups]
+    hooks = [(h, h.copy()) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            for hook, _ in hooks:
+                hook.clear()
+            for p, _ in gradients:
+                p.grad = None
+            yield
+        finally:
+            with torch.no_grad():
+                for x, bits in kept:
+                    x.copy_(bits)
+                for p, gradient in gradients:
+                    p.grad = gradient
+                optimizer.state.clear()
+                optimizer.state.update({p: _given_back(state) for p, state in states.items()})
+                for group, params, setting in zip(optimizer.param_groups, groups, settings, strict=True):
+                    group.clear()
+                    group.update({"params": params, **_given_back(setting)})
+            for hook, saved in hooks:
+                hook.update(saved)
+
+
+def _kept(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each value itself and a copy of what it holds."""
+    return {name: (value, value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)) for name, value in values.items()}
+
+
+def _given_back(kept: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    return {name: value.copy_(held) if isinstance(value, Tensor) else held for name, (value, held) in kept.items()}
+
+
+def _losses(
+    clock: Clock, predict: Predict, x0: Tensor, cond: Any, time: Array, *, repeats: int, batch: int, seed: int, modules: list[nn.Module]
+) -> Array:
+    """(repeats, n, N) unweighted losses of x0 (N, ...) at times (n,)."""
+    if min(repeats, batch) < 1:
+        raise ValueError(f"repeats and batch must be at least 1, got {repeats} and {batch}")
+    generator = _generator(x0.device, seed, "noise")
+    n, batch = len(x0), min(batch, len(x0))
+    moments = torch.as_tensor(time, device=x0.device, dtype=wide(x0.device)).repeat_interleave(batch)
+    found = np.empty((repeats, len(time), n))
+    for repeat in range(repeats):
+        noise = _noise(x0, generator)
+        for start in range(0, n, batch):
+            # the last rows are filled up from the beginning: forwards of one shape
+            rows = torch.arange(start, start + batch, device=x0.device) % n
+            probe = Probe(
+                predict,
+                clock.schedule,
+                clock.objective,
+                x0[rows],
+                take_rows(cond, rows, n),
+                noise=noise[rows],
+                modules=modules,
+                autocast=autocast_dtype(x0.device),
+            )
+            losses = probe.losses(moments, torch.arange(batch, device=x0.device).repeat(len(time)))
+            found[repeat, :, start : start + batch] = losses.reshape(len(time), batch)[:, : n - start].cpu().double().numpy()
+    return found
+
+
+def _generator(device: torch.device, seed: int, purpose: str) -> torch.Generator:
+    # mixed: under the plain seed the noise would be the data, where those were drawn with the same small number
+    return torch.Generator(device).manual_seed(finalize(finalize(seed) + 1 + ("noise", "training").index(purpose)) // 2)
+
+
+def _noise(x0: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
+
+
+def _grid(times: int | Sequence[float] | Array) -> Array:
+    """(n,) the times that are meant: these, or the middles of so many equal parts."""
+    if isinstance(times, int):
+        if times < 1:
+            raise ValueError(f"the number of times must be at least 1, got {times}")
+        return (np.arange(times) + 0.5) / times
+    return as_time(torch.as_tensor(np.asarray(times, dtype=np.float64))).reshape(-1).numpy().copy()
+
+
+def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
+    """(n,) the weight of the loss at times (n,)."""
+    # through `at`, which knows a normalised weighting's mean; the data only say where
+    like = torch.zeros(len(time), 1, device=x0.device)
+    return np.asarray(clock.at(like, torch.as_tensor(time), noise=like).weight.cpu().double())
+
+
+def _modules(predict: Predict, model: nn.Module | None) -> list[nn.Module]:
+    modules = modules_of(predict) if model is None else [model]
+    if not modules:
+        raise ValueError(f"cannot find the model behind predict={predict!r}; name it: model=...")
+    return modules

@@ -1,0 +1,65 @@
+"""The few collective operations that learned samplers need; without a process group each is the identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from noiseclock.core.probes import map_tensors
+
+
+def active() -> bool:
+    """Is there more than one process to talk to?"""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over ranks."""
+    if active():
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
+
+
+def average_(tensors: list[Tensor]) -> None:
+    """Replace tensors by their mean over ranks, in one message."""
+    if active() and tensors:
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for t, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):  # type: ignore[no-untyped-call]
+            t.copy_(mean.view_as(t))
+
+
+def least(value: int, device: torch.device) -> int:
+    """The smallest of the ranks' numbers."""
+    if not active():
+        return value
+    x = torch.tensor(value, device=device)
+    dist.all_reduce(x, op=dist.ReduceOp.MIN)
+    return int(x)
+
+
+def gathered(x: Tensor) -> list[Tensor]:
+    """Every rank's tensor, all of one shape."""
+    if not active():
+        return [x]
+    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, x.contiguous())
+    return found
+
+
+def from_first(thing: Any) -> Any:
+    """Rank 0's tensors on every rank, within mappings and sequences too; their shapes must be the same everywhere."""
+    if not active():
+        return thing
+
+    def share(x: Tensor) -> Tensor:
+        x = x.clone().contiguous()
+        dist.broadcast(x, 0)
+        return x
+
+    return map_tensors(share, thing)

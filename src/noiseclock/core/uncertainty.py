@@ -1,0 +1,132 @@
+"""EDM2's learned weighting: the loss of each noise level, divided by what the model is expected to lose there (2312.02696, eq. 21).
+
+    loss = w·err/e^u + u,   u = linear(Fourier(ln σ/4)),   ln σ = -½·ln SNR
+
+At the minimum over u, e^u is the mean of w·err at that noise level, so that every level weighs alike, whatever w was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from noiseclock.core.batch import Batch
+from noiseclock.core.objectives import Objective
+from noiseclock.core.schedules import Level, Schedule
+from noiseclock.core.table import lasting, widen
+from noiseclock.core.weightings import Constant, Weighting
+
+FEATURES = 128
+# Beyond e^±10 a sample is all data or all noise; schedules that go there say ±∞ at their very end.
+LOG_SIGMA = 10.0
+
+
+class LogError(nn.Module):
+    """u(ln σ), a linear function of 128 waves √2·cos(2π(f·ln σ/4 + φ)), f ~ N(0, 1) and φ uniform, fixed; 0 at first.
+
+    With Adam one update moves u by up to 128·√2 times the learning rate: that of the model suits it.
+    """
+
+    frequency: Tensor
+    phase: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)  # the same waves on every rank, and no draw from the user's stream
+        self.register_buffer("frequency", torch.randn(FEATURES, generator=generator, device="cpu"))
+        self.register_buffer("phase", torch.rand(FEATURES, generator=generator, device="cpu"))
+        self.weight = nn.Parameter(torch.zeros(FEATURES, device="cpu"))
+        self.bias = nn.Parameter(torch.zeros((), device="cpu"))
+
+    def forward(self, log_sigma: Tensor) -> Tensor:
+        """u (B,) at ln σ (B,), float32."""
+        waves = math.sqrt(2) * torch.cos(2 * math.pi * (log_sigma[..., None] / 4 * self.frequency + self.phase))
+        return (waves * self.weight).sum(-1) + self.bias  # not a matmul: autocast would round it
+
+
+@dataclass(frozen=True)
+class Uncertainty(Weighting):
+    """w·err/e^u + u, with u learned together with the model and w another weighting. Importance correction multiplies the whole.
+
+    Give its parameters to the optimiser, after moving it to the model's device:
+
+        weighting = nc.Uncertainty(nc.EDMWeight()).to("cuda")
+        optimizer = Adam([*model.parameters(), *weighting.parameters()])
+
+    At first u = 0 and the loss is that of w. As a multiplier, which is what samplers and plots see, it is w/e^u. With several ranks let the
+    model own it before it is wrapped, so that its gradients are averaged too: `model.uncertainty = weighting.net`. Its state is in the clock's.
+    """
+
+    weighting: Weighting = Constant()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weighting, Weighting):
+            raise TypeError(f"Uncertainty learns on top of a Weighting, got {self.weighting!r}")
+        if self.normalize or self.weighting.normalize:
+            raise ValueError("Uncertainty finds the scale of the weights itself: leave out normalize=True")
+        with lasting():
+            object.__setattr__(self, "_net", LogError())
+
+    @property
+    def net(self) -> LogError:
+        """The module that is learned."""
+        net: LogError = self.__dict__["_net"]
+        return net
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """For the optimiser."""
+        return self.net.parameters()
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move what is learned; before the optimiser is made."""
+        self.net.to(device)
+        return self
+
+    def log_error(self, schedule: Schedule, time: Tensor) -> Tensor:
+        """u (B,) at each time (B,), with gradients, on the device of `time`."""
+        device = self.net.bias.device
+        if time.device not in (device, torch.device("cpu")):
+            raise ValueError(f"Uncertainty lives on {device} and the data on {time.device}; move it before the optimiser is made: .to(device)")
+        level = schedule.level(widen(time))
+        log_sigma = ((level.s2.log() - level.a2.log()) / 2).clamp(-LOG_SIGMA, LOG_SIGMA)
+        u: Tensor = self.net(log_sigma.to(device, self.net.bias.dtype))
+        return u.to(time.device)
+
+    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
+        """w/e^u, without gradients."""
+        with torch.no_grad():
+            u = widen(self.log_error(schedule, time))
+        return self.weighting(schedule, time, objective) * (-u).exp()
+
+    def apply(self, error: Tensor, batch: Batch, schedule: Schedule) -> Tensor:
+        u = self.log_error(schedule, batch.time)
+        # batch.weight is w/e^u already: what remains of e^-u is 1, with its gradient
+        scaled = error * batch.weight.to(error.dtype) * (u.detach() - u).exp()
+        return (scaled + u) * batch.correction.to(error.dtype)
+
+    def x0(self, z: Level) -> Tensor:
+        return self.weighting.x0(z)
+
+    def eps(self, z: Level) -> Tensor:
+        return self.weighting.eps(z)
+
+    def shared(self, z: Level) -> Tensor:
+        return self.weighting.shared(z)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.net.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        mine = self.net.state_dict()
+        if set(state) != set(mine):
+            raise ValueError(f"Uncertainty: its state has {', '.join(sorted(mine))}, but was given {', '.join(sorted(map(str, state))) or 'nothing'}")
+        for name, value in mine.items():
+            theirs = state[name]
+            if not isinstance(theirs, Tensor) or theirs.shape != value.shape or not bool(theirs.isfinite().all()):
+                raise ValueError(f"Uncertainty: {name!r} of the state must be finite, of shape {tuple(value.shape)}")
+        self.net.load_state_dict(dict(state))

@@ -1,0 +1,57 @@
+"""The benchmarks run, at a size that says nothing about speed."""
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def overhead(monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)  # the small U-Net of the script, for speed
+    return runpy.run_path(str(ROOT / "overhead.py"))
+
+
+def test_overhead_writes_what_it_measured(overhead, tmp_path, capsys):
+    out = tmp_path / "results" / "overhead.json"
+    tiny = "--steps 10 20 --batch 8 --size 4 --rounds 1 --block 1 --channels 8 --device cpu"
+    overhead["main"]([*tiny.split(), "--samplers", *overhead["SAMPLERS"], "--out", str(out)])
+    printed = capsys.readouterr().out
+    found = json.loads(out.read_text())
+    setup = found["setup"]
+    assert setup["torch"] == torch.__version__
+    assert setup["model"] == "SmallUNet"
+    assert {"date", "device", "seed", "rounds", "block", "channels", "compile", "bf16", "noiseclock"} <= set(setup)
+    assert [(case["steps"], case["batch"], case["size"]) for case in found["cases"]] == [(10, 8, 4), (20, 8, 4)]
+    first, second = (case["samplers"] for case in found["cases"])
+    assert list(first) == list(overhead["SAMPLERS"])
+    assert not set(second) & set(overhead["FIXED"])
+    for name, cost in [*first.items(), *second.items()]:
+        assert name in printed
+        if cost["missing"] is None:
+            low, high = cost["spread"]
+            assert all(math.isfinite(x) and x > 0 for x in (cost["ratio"], cost["plain"], low, high)), name
+            assert (cost["probe"] is not None) == (cost["every"] > 0), name
+        else:
+            assert f"not available: {name}: " in printed
+
+
+def test_a_sampler_that_is_missing_costs_its_own_row_only(overhead, capsys):
+    overhead["SAMPLERS"]["loss EMA"] = overhead["of_module"]("nowhere", "Nothing")
+    tiny = "--steps 10 --batch 4 --size 4 --rounds 1 --block 1 --device cpu --samplers mode"
+    overhead["main"]([*tiny.split(), "loss EMA"])
+    printed = capsys.readouterr().out
+    assert "not available: loss EMA: ModuleNotFoundError" in printed
+    assert "mode" in printed
+
+
+def test_a_step_is_priced_with_its_share_of_a_probe(overhead):
+    cost = overhead["cost"](40, [1.0, 1.0, 9.0], [5.0, 5.0, 45.0], [1.0, 1.0, 9.0], None)
+    assert cost.ratio == pytest.approx((39 + 5) / 40)
+    assert (cost.plain, cost.probe) == (1.0, 5.0)

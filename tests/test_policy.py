@@ -1,0 +1,93 @@
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from noiseclock.core.policy import HIGH, LOW, BetaCells, Policy, draw_cells
+
+
+def exact(a: float, b: float, cells: int) -> np.ndarray:
+    borders = np.arange(cells + 1) / cells
+    beta = scipy.stats.beta(a, b)
+    return np.where(borders[:-1] < 0.5, np.diff(beta.cdf(borders)), -np.diff(beta.sf(borders)))
+
+
+@pytest.mark.parametrize("cells", [100, 1000, 4000])
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (2, 5), (0.8, 1), (0.1, 0.1), (0.3, 5), (20, 0.5), (20, 20)])
+def test_cell_masses_are_scipys(a, b, cells):
+    """Four nodes a cell: 1e-5 of each mass up to parameters of 20, wherever there is any."""
+    log_mass = BetaCells(cells).log_mass(torch.tensor([[a, b]], dtype=torch.float64))[0]
+    assert log_mass.exp().sum().item() == pytest.approx(1, abs=1e-12)
+    masses = exact(a, b, cells)
+    there = masses > 1e-12
+    assert np.abs(log_mass.exp().numpy()[there] / masses[there] - 1).max() < 1e-5
+
+
+def test_extreme_parameters_stay_finite_and_close():
+    for a, b in ((LOW, HIGH), (HIGH, LOW), (HIGH, HIGH), (7.0, HIGH)):
+        log_mass = BetaCells(1000).log_mass(torch.tensor([[a, b]], dtype=torch.float64))[0]
+        assert log_mass.isfinite().all()
+        masses = exact(a, b, 1000)
+        assert np.abs(log_mass.exp().numpy() - masses).sum() < 2e-4
+
+
+def test_gradients_of_log_probabilities_and_entropy_match_closed_forms():
+    """Against the Beta's density, ∂ln p/∂a = ln u - ψ(a) + ψ(a+b), and its entropy, both of which the cells approach as they get finer."""
+    parameters = torch.tensor([[2.0, 5.0]], dtype=torch.float64, requires_grad=True)
+    cells = 4000
+    log_mass = BetaCells(cells).log_mass(parameters)[0]
+    index = torch.tensor([100, 1500, 3000])
+    u = (index + 0.5) / cells
+    for i, time in zip(index, u, strict=True):
+        (gradient,) = torch.autograd.grad(log_mass[i], parameters, retain_graph=True)
+        digamma = torch.special.digamma(torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64))
+        expected = torch.stack([time.log() - digamma[0] + digamma[2], (1 - time).log() - digamma[1] + digamma[2]])
+        assert torch.allclose(gradient[0], expected, atol=1e-5)
+    entropy = -(log_mass.exp() * log_mass).sum() - math.log(cells)
+    (gradient,) = torch.autograd.grad(entropy, parameters)
+    reference = torch.tensor([[2.0, 5.0]], dtype=torch.float64, requires_grad=True)
+    theirs = torch.distributions.Beta(reference[0, 0], reference[0, 1]).entropy()
+    (expected,) = torch.autograd.grad(theirs, reference)
+    assert entropy.item() == pytest.approx(theirs.item(), abs=1e-6)
+    assert torch.allclose(gradient, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (3, 64, 64), (4, 32, 32), (7,), (2, 100), (1, 5, 6, 7), (3, 1, 1)])
+def test_any_shape_of_data_starts_uniform(shape):
+    torch.manual_seed(0)
+    policy = Policy(shape)
+    x0 = torch.randn(5, *shape)
+    assert torch.allclose(policy(x0), torch.ones(5, 2))
+    for p in policy.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    out = policy(x0)
+    assert ((out >= LOW) & (out <= HIGH)).all()
+    assert out.std(0).min() > 0  # it reads x0
+
+
+def test_too_many_dimensions_are_refused():
+    with pytest.raises(ValueError, match="too many dimensions"):
+        Policy((3, 2, 2, 2, 2))
+
+
+def test_draws_follow_each_rows_own_distribution():
+    parameters = torch.tensor([[0.5, 2.0], [5.0, 1.0]], dtype=torch.float64)
+    pmf = BetaCells(50).log_mass(parameters).exp()
+    n = 100_000
+    v = torch.rand(2 * n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cell, time = draw_cells(pmf.repeat_interleave(n, 0), v)
+    assert torch.equal((time * 50).floor().long(), cell)
+    for i, (a, b) in enumerate(parameters.tolist()):
+        drawn = torch.bincount(cell[i * n : (i + 1) * n], minlength=50).cumsum(0) / n
+        distance = np.abs(drawn.numpy() - np.cumsum(exact(a, b, 50))).max()
+        assert distance * math.sqrt(n) < 1.95  # Kolmogorov: P = 0.001
+
+
+def test_draws_at_the_ends_of_the_uniform():
+    pmf = torch.tensor([[0.0, 0.5, 0.5, 0.0]], dtype=torch.float64)
+    for v, expected in ((0.0, 1), (math.nextafter(1, 0), 2)):
+        cell, time = draw_cells(pmf, torch.tensor([v], dtype=torch.float64))
+        assert cell.item() == expected
+        assert 0 <= time.item() < 1
