@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,6 @@ from torch import Tensor, nn
 import noiseclock as nc
 
 Make = Callable[[], nc.Sampler]
-
-
-def of_module(module: str, name: str, *path: str, **options: Any) -> Make:
-    """A sampler that is looked up when it is wanted, so that one that is missing costs its own row only."""
-
-    def make() -> nc.Sampler:
-        found = getattr(import_module(f"noiseclock.core.{module}"), name)
-        for step in path:
-            found = getattr(found, step)
-        made: nc.Sampler = found(**options)
-        return made
-
-    return make
 
 
 SAMPLERS: dict[str, Make] = {
@@ -58,14 +44,14 @@ SAMPLERS: dict[str, Make] = {
     "truncated uniform": lambda: nc.Truncated(nc.Uniform(), 0.0, 0.8),
     "logit-normal + floor": lambda: nc.Mixture(nc.LogitNormal()),
     "logit-normal, annealed": lambda: nc.Annealed(nc.LogitNormal()),
-    "loss second moment": of_module("loss_based", "LossSecondMoment"),
-    "loss second moment, published": of_module("loss_based", "LossSecondMoment", "published"),
-    "loss EMA": of_module("loss_based", "LossEMA"),
-    "gradient variance": of_module("gradient_variance", "GradientVariance"),
-    "adaptive": of_module("adaptive", "Adaptive"),
-    "adaptive, paper": of_module("adaptive", "Adaptive", "paper"),
-    "adaptive, released": of_module("adaptive", "Adaptive", "released"),
-    "adaptive, cheap": of_module("adaptive", "Adaptive", "cheap"),
+    "loss second moment": nc.LossSecondMoment,
+    "loss second moment, published": nc.LossSecondMoment.published,
+    "loss EMA": nc.LossEMA,
+    "gradient variance": nc.GradientVariance,
+    "adaptive": nc.Adaptive,
+    "adaptive, paper": nc.Adaptive.paper,
+    "adaptive, released": nc.Adaptive.released,
+    "adaptive, cheap": nc.Adaptive.cheap,
 }
 FIXED = list(SAMPLERS)[1:13]
 
@@ -84,19 +70,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sampler cost in one case, in steps of the uniform sampler, or why it could not be had.
+    """What one sampler cost in one case, in steps of the uniform sampler.
 
     ratio: a step, on average. spread: from the lowest to the highest round. plain: a step without a probe. probe: a step with one. every:
     updates between probes. memory: peak of the CUDA allocator over the uniform's, of all steps; None elsewhere.
     """
 
-    ratio: float | None = None
-    spread: tuple[float, float] | None = None
-    plain: float | None = None
-    probe: float | None = None
-    every: int = 0
-    memory: float | None = None
-    missing: str | None = None
+    ratio: float
+    spread: tuple[float, float]
+    plain: float
+    probe: float | None
+    every: int
+    memory: float | None
 
 
 # What --full measures: one thing at a time around a CIFAR-10 training.
@@ -196,13 +181,7 @@ class Loop:
 def measure(case: Case, names: list[str], args: argparse.Namespace) -> dict[str, Cost]:
     """Every sampler's cost in one case."""
     loop = Loop(case, args)
-    clocks: dict[str, nc.Clock] = {}
-    costs: dict[str, Cost] = {}
-    for name in names:
-        try:
-            clocks[name] = nc.Clock(nc.schedule("linear", steps=case.steps), SAMPLERS[name](), seed=args.seed)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            costs[name] = Cost(missing=f"{type(error).__name__}: {error}")
+    clocks = {name: nc.Clock(nc.schedule("linear", steps=case.steps), SAMPLERS[name](), seed=args.seed) for name in names}
     reference = nc.Clock(nc.schedule("linear", steps=case.steps), nc.Uniform(), seed=args.seed)
     for clock in (reference, *clocks.values()):
         for _ in range(3 if clock.sampler.every else 0):  # probes that select need three before they do all of their work
@@ -222,9 +201,10 @@ def measure(case: Case, names: list[str], args: argparse.Namespace) -> dict[str,
             seconds, memory = loop.timed(clock, args.block, probe=False)
             plain[name].append(seconds)
             peak[name] = max(peak[name], memory)
-    for name, clock in clocks.items():
-        costs[name] = cost(clock.sampler.every, plain[name], probe[name], uniform[name], peak[name] / usual if usual else None)
-    return {name: costs[name] for name in names}
+    return {
+        name: cost(clock.sampler.every, plain[name], probe[name], uniform[name], peak[name] / usual if usual else None)
+        for name, clock in clocks.items()
+    }
 
 
 def cost(every: int, plain: list[float], probe: list[float], uniform: list[float], memory: float | None) -> Cost:
@@ -244,8 +224,6 @@ def table(results: dict[str, dict[str, Cost]]) -> str:
     def entry(c: Cost | None) -> str:
         if c is None:
             return ""
-        if c.ratio is None:
-            return "not available"
         return f"{c.ratio:.3f}" + ("" if c.memory is None else f" / {c.memory:.2f}")
 
     names = list(next(iter(results.values())))
@@ -301,8 +279,6 @@ def main(argv: list[str] | None = None) -> None:
     what = "Time / peak memory" if args.device.startswith("cuda") else "Time"
     print(f"\n{what} of a training step, in those of the uniform sampler; {name}, torch {torch.__version__}")
     print(table(results))
-    for why in sorted({f"{name}: {c.missing}" for costs in results.values() for name, c in costs.items() if c.missing}):
-        print(f"not available: {why}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         found = [{**asdict(case), "samplers": {n: asdict(c) for n, c in results[str(case)].items()}} for case in args.cases]

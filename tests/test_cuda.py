@@ -90,6 +90,69 @@ def test_a_captured_step_draws_and_learns_as_an_eager_one(sampler):
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
 
 
+LEARNING = [nc.Adaptive(every=2, stride=100), nc.LossSecondMoment(warmup=1), nc.LossSecondMoment.published(), nc.LossEMA(warmup=1)]
+
+
+class Small(nn.Module):
+    """A model that is told the step, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 16), nn.SiLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+    def forward(self, x_t, t):
+        return self.net(torch.cat([x_t, t[:, None].to(x_t) / 1000], 1))
+
+
+@pytest.mark.filterwarnings("ignore:the sampling")
+@pytest.mark.parametrize("sampler", LEARNING, ids=repr)
+def test_learned_samplers_learn_on_the_device_and_resume_there_and_on_the_cpu(sampler):
+    def run(clock, model, optimizer, steps, device):
+        for _ in range(steps):
+            b = clock.draw(torch.ones(32, 2, device=device), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return b
+
+    torch.manual_seed(0)
+    model = Small().cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=True)
+    clock = nc.Clock("linear", sampler, "min-snr", seed=3).attach(optimizer)
+    run(clock, model, optimizer, 7, "cuda")
+    state = clock.state_dict()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    assert torch.isfinite(torch.as_tensor(clock.plot_data().p)).all()
+    expected = run(clock, model, optimizer, 1, "cuda")
+    for device in ("cuda", "cpu"):
+        again = Small().to(device)
+        again.load_state_dict(weights)
+        other = nc.Clock("linear", sampler, "min-snr", seed=3).attach(torch.optim.SGD(again.parameters(), lr=1e-2))
+        other.load_state_dict(state)
+        b = other.draw(torch.ones(32, 2, device=device), predict=again)
+        # the policy's network runs in TF32 or float32 here and in float32 there
+        assert torch.allclose(b.time.cpu(), expected.time.cpu(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("sampler", LEARNING, ids=repr)
+def test_learned_samplers_do_not_synchronise_between_probes(sampler):
+    model, x0 = Small().cuda(), torch.ones(32, 2, device="cuda")
+    clock = nc.Clock("linear", sampler)
+    for step in range(8):
+        quiet = step > 4 and not clock.due and step % 2 == 1
+        torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+        try:
+            b = clock.draw(x0, predict=model)
+            clock.loss(b, x0)
+            if not quiet or not sampler.every:
+                clock.updated()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if quiet and sampler.every:
+            clock.updated()
+
+
 def test_a_run_moves_from_gpu_to_cpu():
     gpu = nc.Clock("linear", "speed")
     gpu.loss(gpu.draw(torch.zeros(8, 2, device="cuda")), torch.zeros(8, 2, device="cuda"))

@@ -55,4 +55,7 @@ class Table:
         """New values of the same shape, on every device."""
         self.values.copy_(torch.as_tensor(values, dtype=self.values.dtype))
         for copy in self._copies.values():
-            copy.copy_(self.values)
+            if self.values.ndim == 0:
+                copy.fill_(self.values.item())  # travels with the launch; a copy from the host would wait for the device
+            else:
+                copy.copy_(self.values)
