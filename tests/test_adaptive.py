@@ -20,7 +20,7 @@ from noiseclock.lab.toy import ring
 
 VARIANTS = [nc.Adaptive(every=2, count=2), nc.Adaptive.paper(every=2), nc.Adaptive.released(every=2), nc.Adaptive(every=2, select="greedy", stride=7)]
 # at the paper's learning rate a fresh policy moves fast, and says so
-pytestmark = pytest.mark.filterwarnings("ignore:the sampling")
+pytestmark = pytest.mark.filterwarnings("ignore:the sampling", "ignore:.*of the times are drawn less", "ignore:for five probes")
 every_variant = pytest.mark.parametrize("sampler", VARIANTS, ids=repr)
 
 
@@ -448,6 +448,15 @@ def test_warnings_are_given_once_with_advice():
     assert len(messages) == 2
     assert "collapsed: 99 % of its mass lies in 5 % of the times. Raise `entropy`" in messages[0]
     assert "The policy's learning rate, 0.01, is too high" in messages[1]
+
+
+def test_starved_times_are_said():
+    clock, _, _ = started(nc.Adaptive.paper(every=2), steps=0)
+    starved = torch.full((100,), 0.001 / 100, dtype=torch.float64)
+    starved[:60] += 0.999 / 60
+    clock.sampler._mean.set_(starved)  # no jump
+    with pytest.warns(UserWarning, match="40% of the times are drawn less than 2% as often as uniformly: .* Raise `floor`"):
+        clock.sampler._look(starved)
 
 
 def test_a_selection_no_better_than_chance_is_said():

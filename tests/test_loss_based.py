@@ -459,10 +459,9 @@ def test_a_small_effective_sample_size_is_warned_of_once():
 
 
 def test_a_sampler_that_sees_no_updates_says_so_once():
-    sampler = bound(LossSecondMoment())
-    time = torch.tensor([0.5], dtype=torch.float64)
-    (message,) = caught(lambda: [sampler.update(batch_at(time), time) for _ in range(2500)])
-    assert "no optimiser update, so LossSecondMoment stands still; call clock.attach" in message
+    clock = nc.Clock("linear", LossSecondMoment())
+    (message,) = caught(lambda: [clock.draw(torch.zeros(1, 1)) for _ in range(2500)])
+    assert "no optimiser update was seen, so LossSecondMoment stands still; call clock.attach" in message
 
 
 def test_losses_that_are_all_zero_leave_the_base():

@@ -36,6 +36,7 @@ from noiseclock.core.weightings import VLB
 
 CELLS = 1000  # of time, where the schedule has no steps
 VARIANTS = ("noiseclock", "paper", "released")
+STARVED = 0.02  # of the uniform density
 MEMORY = 0.9  # of the running mean and spread of the reward, per probe
 STATE = {"probes", "skipped", "chance", "reward", "mean", "queue", "shape", "policy", "optimizer"}
 
@@ -305,6 +306,12 @@ class Adaptive(Sampler):
             self._health.warn(
                 "jump",
                 f"the sampling density moved by more than 30 % in one step. The policy's learning rate, {self.learning_rate:g}, is too high.",
+            )
+        starved = (mean * self.cells < STARVED).double().mean().item()
+        if starved > 0.05:
+            self._health.warn(
+                "starved",
+                f"{starved:.0%} of the times are drawn less than {STARVED:.0%} as often as uniformly: the model hardly sees them. Raise `floor`.",
             )
         self._look_at_selection()
 

@@ -322,7 +322,7 @@ class Clock:
 
     def _before_update(self, x0: Tensor, predict: Predict | None, cond: Any) -> None:
         self._waiting += 1
-        if self._waiting == PATIENCE and (self.sampler.every or self.sampler.counts_updates):
+        if self._waiting == PATIENCE and self.sampler.needs_updates:
             warnings.warn(
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so {type(self.sampler).__name__} stands still; "
                 "call clock.attach(optimizer), or clock.updated() after each update",

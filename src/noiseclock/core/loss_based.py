@@ -28,7 +28,6 @@ from noiseclock.core.samplers import TINY, Sampler, Setting
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.table import cell, widen
 
-PATIENCE = 1000  # batches without an update before a sampler says that it sees none
 ENOUGH = 0.9  # the share of the base that must be known before the density leaves it
 
 
@@ -49,7 +48,10 @@ class LossBased(LearnedDensity):
         self._since = 0  # updates since the density was set
         self._seen = 0  # the count of updates at the last one
         self._resumed = False
-        self._unseen = 0  # batches since the last update
+
+    @property
+    def needs_updates(self) -> bool:
+        return True
 
     @property
     def skipped(self) -> int:
@@ -69,13 +71,6 @@ class LossBased(LearnedDensity):
         self._buffers.move_(losses.device)
         finite = self._add(batch, widen(losses))
         self._buffers["skipped"].add_((~finite).sum())
-        self._unseen += 1
-        if self._unseen == PATIENCE:
-            self._health.warn(
-                "updates",
-                f"{PATIENCE} batches were seen and no optimiser update, so {type(self).__name__} stands still; call clock.attach(optimizer), or "
-                "clock.updated() after each update",
-            )
 
     @torch.no_grad()
     def advance(self, updates: int) -> bool:
@@ -84,7 +79,7 @@ class LossBased(LearnedDensity):
         told_again, self._resumed = self._resumed and updates <= self._seen, False
         if told_again:
             return False
-        self._seen, self._unseen = updates, 0
+        self._seen = updates
         self._since += 1
         if self._since < self.refresh:
             return False
@@ -98,7 +93,7 @@ class LossBased(LearnedDensity):
 
     def _load_counters(self, counters: dict[str, int]) -> None:
         self._since, self._seen = counters["since"], counters["seen"]
-        self._resumed, self._unseen = True, 0
+        self._resumed = True
 
 
 class BinnedLoss(LossBased):

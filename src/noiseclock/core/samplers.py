@@ -68,6 +68,11 @@ class Sampler(ABC):
         """Does the density depend on how many updates were made?"""
         return False
 
+    @property
+    def needs_updates(self) -> bool:
+        """Does it stand still unless a Clock is told of the optimiser's updates?"""
+        return self.every > 0 or self.counts_updates
+
     def bind(self, setting: Setting) -> Sampler:
         """The sampler for this setting; a Clock calls it once."""
         return self

@@ -151,6 +151,10 @@ class Blend(Sampler):
     def counts_updates(self) -> bool:
         return any(part.counts_updates for part in self._parts)
 
+    @property
+    def needs_updates(self) -> bool:
+        return self.counts_updates or any(part.needs_updates for part in self._parts)
+
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
         f = self._share.on(v.device)
