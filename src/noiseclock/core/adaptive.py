@@ -145,9 +145,12 @@ class Adaptive(Sampler):
     def _policy_for(self, x0: Tensor) -> Policy:
         shape = tuple(x0.shape[1:])
         if self._policy is None:
-            with lasting(), torch.random.fork_rng(devices=[x0.device] if x0.is_cuda else []):
-                torch.manual_seed(0)  # the same on every rank
-                self._policy = Policy(shape, self.hidden).to(x0.device)
+            with lasting(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                # The same on every rank. The host's generator alone: torch.manual_seed would touch those of all GPUs.
+                torch.default_generator.manual_seed(0)
+                policy = Policy(shape, self.hidden)
+            with lasting():
+                self._policy = policy.to(x0.device)
             self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.learning_rate)
             self._shape = shape
             if self._saved is not None:
