@@ -265,33 +265,34 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print one table, write the JSON."""
+    """Measure, print one table, write the JSON; the file is written anew after every case, so that a run cut short has not been in vain."""
     args = arguments(argv)
+    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+    setup = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "noiseclock": nc.__version__,
+        "device": name,
+        "model": type(Denoiser(16, args.channels).net).__name__,
+        "seed": args.seed,
+        **{key: getattr(args, key) for key in ("channels", "rounds", "block", "compile", "bf16")},
+    }
     results: dict[str, dict[str, Cost]] = {}
+    found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # probes in quick succession make a policy look restless
         for case in args.cases:
             # a fixed sampler is timed where the others are compared, and not again: its cost knows neither T nor the size of the images
             names = [name for name in args.samplers if case == args.cases[0] or name not in FIXED]
-            results[str(case)] = measure(case, names, args)
+            costs = results[str(case)] = measure(case, names, args)
             print(f"measured {case}", flush=True)
-    name = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+            found.append({**asdict(case), "samplers": {n: asdict(c) for n, c in costs.items()}})
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps({"setup": setup, "cases": found}, indent=1) + "\n")
     what = "Time / peak memory" if args.device.startswith("cuda") else "Time"
     print(f"\n{what} of a training step, in those of the uniform sampler; {name}, torch {torch.__version__}")
     print(table(results))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        found = [{**asdict(case), "samplers": {n: asdict(c) for n, c in results[str(case)].items()}} for case in args.cases]
-        setup = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "torch": torch.__version__,
-            "noiseclock": nc.__version__,
-            "device": name,
-            "model": type(Denoiser(16, args.channels).net).__name__,
-            "seed": args.seed,
-            **{key: getattr(args, key) for key in ("channels", "rounds", "block", "compile", "bf16")},
-        }
-        args.out.write_text(json.dumps({"setup": setup, "cases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
