@@ -57,7 +57,7 @@ def test_the_demo_shows_what_the_readme_says_of_it():
     data = ring()
 
     def bands(sampler, weighting):
-        runs = [demo.excess(data, demo.train(data, sampler, weighting, steps=1000, seed=seed)[0]) for seed in range(3)]
+        runs = [demo.excess(data, demo.train(data, sampler, weighting, steps=800, seed=seed)[0]) for seed in range(3)]
         return torch.tensor(runs)
 
     uniform = bands(nc.Uniform(), nc.Constant())

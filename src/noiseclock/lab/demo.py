@@ -34,7 +34,7 @@ SAMPLERS: dict[str, nc.Sampler] = {
     "shifted uniform": nc.Shifted(nc.Uniform(), k=3.0),
     "truncated uniform": nc.Truncated(nc.Uniform(), 0.0, 0.8),
     "logit-normal + floor": nc.Mixture(nc.LogitNormal()),
-    "logit-normal, annealed": nc.Annealed(nc.LogitNormal(), start=300, stop=700),
+    "logit-normal, annealed": nc.Annealed(nc.LogitNormal(), start=250, stop=550),
 }
 
 
@@ -133,7 +133,7 @@ def table(title: str, bottom: list[float], uniform: Result, rows: dict[str, Resu
     return out
 
 
-def main(steps: int = 1000) -> None:
+def main(steps: int = 800) -> None:
     """Train every method and print two tables: samplers, and weightings."""
     console = Console()
     data = ring()
