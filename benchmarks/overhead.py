@@ -6,6 +6,9 @@
 All samplers train the same model in turn, in rounds. Each block of steps is preceded by one with the uniform sampler and divided by it, and the
 median over rounds is reported, so a machine that slows down does so for both. A round of one sampler is a step with a probe, where it probes, and a
 block of steps without; with a probe every f updates a step costs ((f-1)·plain + probe)/f. The uniform sampler's own row shows the noise.
+
+Noise of a few hundredths hides what the cheap samplers cost. So each clock is also timed by itself, drawing and taking losses without a model; what
+that takes beyond the uniform's, in its steps, is `added`: all of the cost where a step is bound by its launches, and more than the cost elsewhere.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ class Cost:
     """What one sampler cost in one case, in steps of the uniform sampler.
 
     ratio: a step, on average. spread: from the lowest to the highest round. plain: a step without a probe. probe: a step with one. every:
-    updates between probes. memory: peak of the CUDA allocator over the uniform's, of all steps; None elsewhere.
+    updates between probes. memory: peak of the CUDA allocator over the uniform's, of all steps; None elsewhere. added: what the clock takes by
+    itself in a step without a probe, beyond the uniform's clock.
     """
 
     ratio: float
@@ -82,6 +86,7 @@ class Cost:
     probe: float | None
     every: int
     memory: float | None
+    added: float
 
 
 # What --full measures: one thing at a time around a CIFAR-10 training.
@@ -177,6 +182,17 @@ class Loop:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / steps, torch.cuda.max_memory_allocated() if cuda else 0
 
+    def alone(self, clock: nc.Clock, steps: int) -> float:
+        """Seconds per step of the clock's own work."""
+        clock._next_probe = clock._updates + steps + 1
+        start = time.perf_counter()
+        for _ in range(steps):
+            clock.loss(clock.draw(self.x0, predict=self.model), self.x0)
+            clock.updated()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps
+
 
 def measure(case: Case, names: list[str], args: argparse.Namespace) -> dict[str, Cost]:
     """Every sampler's cost in one case."""
@@ -184,10 +200,16 @@ def measure(case: Case, names: list[str], args: argparse.Namespace) -> dict[str,
     clocks = {name: nc.Clock(nc.schedule("linear", steps=case.steps), SAMPLERS[name](), seed=args.seed) for name in names}
     reference = nc.Clock(nc.schedule("linear", steps=case.steps), nc.Uniform(), seed=args.seed)
     for clock in (reference, *clocks.values()):
-        for _ in range(3 if clock.sampler.every else 0):  # probes that select need three before they do all of their work
+        # probes that select need three before they do all of their work
+        for _ in range(3 if isinstance(clock.sampler, nc.Adaptive) else 0):
             loop.timed(clock, 1, probe=True)
         loop.timed(clock, 2, probe=False)
     plain, probe, uniform = ({name: list[float]() for name in clocks} for _ in range(3))
+    alone = {name: list[float]() for name in clocks}
+    for _ in range(4 * args.rounds):
+        for name, clock in clocks.items():
+            without = loop.alone(reference, 2 * args.block)
+            alone[name].append(loop.alone(clock, 2 * args.block) - without)
     peak, usual = dict.fromkeys(clocks, 0), 0
     for _ in range(args.rounds):
         for name, clock in clocks.items():
@@ -202,12 +224,12 @@ def measure(case: Case, names: list[str], args: argparse.Namespace) -> dict[str,
             plain[name].append(seconds)
             peak[name] = max(peak[name], memory)
     return {
-        name: cost(clock.sampler.every, plain[name], probe[name], uniform[name], peak[name] / usual if usual else None)
+        name: cost(clock.sampler.every, plain[name], probe[name], uniform[name], alone[name], peak[name] / usual if usual else None)
         for name, clock in clocks.items()
     }
 
 
-def cost(every: int, plain: list[float], probe: list[float], uniform: list[float], memory: float | None) -> Cost:
+def cost(every: int, plain: list[float], probe: list[float], uniform: list[float], alone: list[float], memory: float | None) -> Cost:
     """From seconds per round to multiples of the uniform sampler."""
     steps = [p / u for p, u in zip(plain, uniform, strict=True)]
     probes = [p / u for p, u in zip(probe, uniform, strict=True)] if every else steps
@@ -215,16 +237,17 @@ def cost(every: int, plain: list[float], probe: list[float], uniform: list[float
     rounds = [((f - 1) * step + probe) / f for step, probe in zip(steps, probes, strict=True)]
     middle, middle_probe = statistics.median(steps), statistics.median(probes)
     ratio = ((f - 1) * middle + middle_probe) / f
-    return Cost(ratio, (min(rounds), max(rounds)), middle, middle_probe if every else None, every, memory)
+    added = statistics.median(alone) / statistics.median(uniform)
+    return Cost(ratio, (min(rounds), max(rounds)), middle, middle_probe if every else None, every, memory, added)
 
 
 def table(results: dict[str, dict[str, Cost]]) -> str:
-    """Samplers down, cases across: the ratio, and behind a slash that of memory, where there is one."""
+    """Samplers down, cases across: the ratio, what the clock adds by itself, and behind a slash the ratio of memory, where there is one."""
 
     def entry(c: Cost | None) -> str:
         if c is None:
             return ""
-        return f"{c.ratio:.3f}" + ("" if c.memory is None else f" / {c.memory:.2f}")
+        return f"{c.ratio:.3f} ({c.added:+.3f})" + ("" if c.memory is None else f" / {c.memory:.2f}")
 
     names = list(next(iter(results.values())))
     first = max(map(len, names))
@@ -252,7 +275,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.channels = args.channels or (64 if args.full else 8)
     args.rounds = args.rounds or (5 if args.full else 2)
-    args.block = args.block or 10  # which holds one refresh of the samplers that learn from losses
+    args.block = args.block or 20  # which holds one refresh of the samplers that learn from losses
     if args.full and not (args.steps or args.batch or args.size):
         args.cases = FULL
     else:

@@ -111,7 +111,7 @@ def learned_density(problem, sampler, seed, probes=150, batch=16) -> np.ndarray:
 def best_density(problem, batch=16, trials=400) -> np.ndarray:
     """(T,) by direct search: of a grid of Beta distributions, the one whose batches lower the bound most in one update."""
     parameters = torch.cartesian_prod(*[torch.tensor([0.1, 0.3, 1.0, 3.0, 10.0, 30.0], dtype=torch.float64)] * 2)
-    pmfs = BetaCells(T).log_mass(parameters).exp()
+    pmfs = BetaCells(T).mass(parameters)
     model = problem()
     weight = nc.VLB()(SCHEDULE, SCHEDULE.grid(), nc.objective(model.objective))
     x0, noise = 1 + 0.3 * torch.randn(512, 4, generator=torch.Generator().manual_seed(0)), torch.randn(512, 4)
@@ -443,11 +443,30 @@ def test_warnings_are_given_once_with_advice():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            adaptive._look(collapsed)
+            adaptive._look(collapsed, 1.0)
     messages = [str(w.message) for w in caught]
     assert len(messages) == 2
     assert "collapsed: 99 % of its mass lies in 5 % of the times. Raise `entropy`" in messages[0]
     assert "The policy's learning rate, 0.01, is too high" in messages[1]
+
+
+def test_a_small_effective_sample_size_is_said_where_the_loss_is_corrected():
+    """Beta(30, 1) over a uniform base: E_p[(base/p)²] is nearly 1/floor, so the effective size is nearly the floor."""
+    for correct in ("none", "importance"):
+        model = Denoiser()
+        clock = nc.Clock(nc.schedule("linear", steps=100), nc.Adaptive(every=1, lr=1e-9, floor=0.02), correct=correct)
+        clock.draw(torch.zeros(8, 2), predict=model)
+        last = clock.sampler._policy.net[-1]
+        torch.nn.init.zeros_(last.weight)
+        with torch.no_grad():
+            last.bias.copy_(torch.tensor([30.0, math.log(math.e - 1)]))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            clock.updated()
+        said = [str(w.message) for w in caught if "effective sample size" in str(w.message)]
+        assert len(said) == (correct == "importance")
+    assert "of 2." in said[0] or "of 3." in said[0]
+    assert "Raise `floor`, now 0.02" in said[0]
 
 
 def test_starved_times_are_said():
@@ -456,7 +475,7 @@ def test_starved_times_are_said():
     starved[:60] += 0.999 / 60
     clock.sampler._mean.set_(starved)  # no jump
     with pytest.warns(UserWarning, match="40% of the times are drawn less than 2% as often as uniformly: .* Raise `floor`"):
-        clock.sampler._look(starved)
+        clock.sampler._look(starved, 1.0)
 
 
 def test_a_selection_no_better_than_chance_is_said():

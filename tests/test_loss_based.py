@@ -406,8 +406,8 @@ def test_a_bad_state_is_refused_and_nothing_changes():
     mine = good["sampler"]
     other = nc.Clock(SMALL, LossHistory()).state_dict()["sampler"]
     cases = [
-        ({}, "its state has borders, count, faded, pending, pmf, seen, since, skipped, but was given nothing"),
-        ({k: v for k, v in mine.items() if k != "faded"}, "but was given borders, count, pending"),
+        ({}, "its state has count, faded, pending, pmf, seen, since, skipped, but was given nothing"),
+        ({k: v for k, v in mine.items() if k != "faded"}, "but was given count, pending"),
         (other, "LossSecondMoment: its state has"),
         ({**mine, "pmf": mine["pmf"][:4]}, r"'pmf' of the state must be torch.float64 of shape \(8,\), got torch.float64 of shape \(4,\)"),
         ({**mine, "faded": mine["faded"].long()}, "'faded' of the state must be torch.float64"),

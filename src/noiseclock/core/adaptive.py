@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.checks import choose, take_finite, take_positive, take_whole
-from noiseclock.core.health import Health
+from noiseclock.core.health import LEAST_ESS, Health
 from noiseclock.core.policy import BetaCells, Policy, draw_cells
 from noiseclock.core.probes import Probe, take_rows
 from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
@@ -163,16 +163,15 @@ class Adaptive(Sampler):
 
     def _pmf(self, x0: Tensor) -> Tensor:
         """(B, n) the probability of every cell for every sample, floor included; with gradients where they are on."""
-        log_mass = self._beta.log_mass(self._policy_for(x0)(x0.detach()))
-        return (1 - self.floor) * log_mass.exp() + self.floor / self.cells
+        return (1 - self.floor) * self._beta.mass(self._policy_for(x0)(x0.detach())) + self.floor / self.cells
 
     @torch.no_grad()
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
         schedule = self._bound.schedule
         pmf = self._mean.on(v.device).expand(n, -1) if x0 is None else self._pmf(x0)
-        index, time = draw_cells(pmf, v)
-        log_pmf = pmf.gather(1, index[:, None])[:, 0].clamp(min=TINY).log()
+        time, mass = draw_cells(pmf, v)
+        log_pmf = mass.log()  # there is a floor
         return Draw(time, log_pmf + math.log(self.cells), log_pmf if isinstance(schedule, Discrete) else None)
 
     @torch.no_grad()
@@ -244,12 +243,17 @@ class Adaptive(Sampler):
         size = ranks.least(len(probe.x0), device)  # the last batch of an epoch may differ between ranks
         row = torch.full((1,), self.probes % size, device=device)
         x0, cond, noise = ranks.from_first((probe.x0[row], take_rows(probe.cond, row, len(probe.x0)), probe.noise[:size]))
-        alone = Probe(probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast)
+        rows = min(probe.rows, size)
+        alone = Probe(
+            probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast, rows=rows
+        )
         grid = self._grid.on(device)
         rank, world = self._bound.place() if ranks.active() else (0, 1)
         share = math.ceil(len(grid) / world)
         mine = torch.arange(rank * share, (rank + 1) * share, device=device) % len(grid)
         losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)
+        if alone.rows < rows:  # memory ran out
+            probe.rows = alone.rows
         return torch.cat(ranks.gathered(losses))[: len(grid)]
 
     def _learn(self, x0: Tensor, time: Tensor, reward: Tensor) -> None:
@@ -277,10 +281,17 @@ class Adaptive(Sampler):
             self._optimizer.step()
             self._optimizer.zero_grad()
         with torch.no_grad():
-            mean = self._pmf(x0).mean(0)
-            ranks.average_([mean])
-            self._look(mean.cpu())
+            pmf = self._pmf(x0)
+            # the mean density and E_p[(base/p)²], whose inverse is the effective sample size of a corrected loss
+            mean, square = pmf.mean(0), (self._base(pmf.device).square() / pmf).sum(1).mean().reshape(1)
+            ranks.average_([mean, square])
+            self._look(mean.cpu(), 1 / float(square))
             self._mean.set_(mean.cpu())
+
+    def _base(self, device: torch.device) -> Tensor:
+        """(n,) the probabilities of the cells under the base."""
+        base = self._bound.base.log_pmf(torch.arange(self.cells, device=device), self.cells).exp()
+        return base / base.sum()
 
     def _advantage(self, reward: Tensor, usable: Tensor) -> Tensor:
         """The reward as the policy gradient sees it: raw in the paper; in ours centred and scaled by what past probes gave, on all ranks."""
@@ -298,7 +309,13 @@ class Adaptive(Sampler):
 
     # --- signs of trouble ---------------------------------------------------------------------------------------------------------------
 
-    def _look(self, mean: Tensor) -> None:
+    def _look(self, mean: Tensor, ess: float) -> None:
+        if self._bound.corrected and ess < LEAST_ESS:
+            self._health.warn(
+                "ess",
+                f"Adaptive: the importance weights leave an effective sample size of {ess:.1%} of the batch, so a few samples decide each gradient. "
+                f"Raise `floor`, now {self.floor:g}.",
+            )
         free = ((mean - self.floor / self.cells) / (1 - self.floor)).clamp(min=0)  # the policy without its floor
         if free.sort(descending=True).values[: max(self.cells // 20, 1)].sum() > 0.99:
             self._health.warn(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from noiseclock.core import names
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
-from noiseclock.core.checks import choose
+from noiseclock.core.checks import choose, take_whole
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
@@ -51,7 +52,7 @@ class Clock:
     schedule, sampler, weighting, objective: objects or their names; the schedule may be a diffusers scheduler, which then also tells the
     objective ("eps" otherwise). base: the density over time that the objective means. correct: "importance" puts base/p on the loss, "none"
     leaves it out, "auto" does as the sampler declares. seed: of times and noise. rank, world_size: taken from torch.distributed where it
-    runs, unless given.
+    runs, unless given. probe_rows: how many samples a probe puts through the model at once, the batch unless given; fewer take less memory.
 
     >>> clock = Clock("linear", "uniform", "min-snr")
     >>> batch = clock.draw(torch.zeros(4, 3, 8, 8))
@@ -71,6 +72,7 @@ class Clock:
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
+        probe_rows: int | None = None,
     ) -> None:
         self.schedule = names.schedule(schedule)
         self.objective = _objective(objective, schedule)
@@ -79,13 +81,16 @@ class Clock:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
         self._place = _check_place(rank, world_size)
+        self.probe_rows = probe_rows
+        if probe_rows is not None:
+            take_whole(self, "probe_rows", least=1)
         self._hook: Any = None
-        base = names.sampler(base)
-        setting = Setting(self.schedule, self.objective, self.weighting, base, self.place)
-        self.base = base.bind(setting)
-        self.sampler = names.sampler(sampler).bind(Setting(self.schedule, self.objective, self.weighting, self.base, self.place))
         choose("correction", correct, ("auto", "none", "importance"))
-        self.corrected = self.sampler.corrects if correct == "auto" else correct == "importance"
+        base, sampler = names.sampler(base), names.sampler(sampler)
+        self.corrected = sampler.corrects if correct == "auto" else correct == "importance"
+        setting = Setting(self.schedule, self.objective, self.weighting, base, self.place, self.corrected)
+        self.base = base.bind(setting)
+        self.sampler = sampler.bind(replace(setting, base=self.base))
         self._check_base()
         self.record = Record()
         self.optimizer: Any = None
@@ -311,10 +316,12 @@ class Clock:
         # noise of its own, by the update: what is trained must not depend on how often one looks
         generator = torch.Generator(x0.device).manual_seed(self._stream("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
-        self._probe = Probe(
-            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast_dtype(x0.device) or self._autocast
-        )
+        autocast = autocast_dtype(x0.device) or self._autocast
+        rows = self.probe_rows or len(x0)
+        self._probe = Probe(predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=rows)
         self.sampler.before(self._probe)
+        if self._probe.rows < rows:  # memory ran out, and would again
+            self.probe_rows = self._probe.rows
 
     def _trains(self, modules: list[nn.Module]) -> bool:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}

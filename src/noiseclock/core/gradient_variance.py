@@ -73,12 +73,13 @@ class GradientVariance(LearnedDensity):
 
     def update(self, batch: Batch, losses: Tensor) -> None:
         # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe
-        self._buffers.move_(losses.device)
+        self._move_(losses.device)
 
     def after(self, probe: Probe, batch: Batch) -> None:
         """Estimate anew. After the update and not before it, because a clock asks for a changed density then."""
-        self._buffers.move_(probe.x0.device)
-        half, pairs = split(self.samples, self.pairs, len(probe.x0))
+        self._move_(probe.x0.device)
+        # the last batch of an epoch may differ between ranks, which must do the same number of passes
+        half, pairs = split(self.samples, self.pairs, ranks.least(len(probe.x0), probe.x0.device))
         time = (torch.arange(self.bins * pairs, dtype=torch.float64, device="cpu") + 0.5) / (self.bins * pairs)
         found = gradient_moments(probe, time, half)[0].reshape(self.bins, pairs)
         finite = found.isfinite()
@@ -120,10 +121,11 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
     samples, squared and relative. Per-sample gradients (vmap) would save the first term at the price of models that must allow it and of a
     gradient for every sample in memory; this takes any callable, m rows at a time.
 
-    Parameters that require no gradient do not count. `.grad` is neither read nor written.
+    Parameters that require no gradient do not count, and `.grad` is afterwards what it was. The gradient of a sharded model (FSDP2) is the mean
+    over its ranks, so m counts the samples of all of them.
     """
     parameters = _trained(probe.modules)
-    rows = len(probe.x0)
+    rows, m = len(probe.x0), half * _shards(parameters)
     # a compiled model would be compiled anew for m rows
     predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)
     # float16 gradients vanish without a loss scale, and bfloat16 ones do not
@@ -139,9 +141,9 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
             # other samples at every time, and other noises for them: shifted by i, so that a half never holds one of either twice
             chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows
             g, h = (_gradient(probe, predict, parameters, t.expand(half), part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))
-            apart = sum(((a - b).square().sum(dtype=wide(t.device)) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
-            along = sum(((a * b).sum(dtype=wide(t.device)) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
-            found.append(torch.stack([half * apart / 2, half * apart / 2 + along]))
+            apart = sum((_whole((a - b).square().sum(dtype=wide(t.device))) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
+            along = sum((_whole((a * b).sum(dtype=wide(t.device))) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
+            found.append(torch.stack([m * apart / 2, m * apart / 2 + along]))
     return torch.stack(found, 1)
 
 
@@ -153,8 +155,33 @@ def _gradient(probe: Probe, predict: Predict, parameters: list[nn.Parameter], ti
         loss = squared_error(call(predict, x_t, probe.schedule.condition(time), cond), target).mean()
         if not loss.requires_grad:
             raise ValueError("the loss depends on no parameter that is trained")
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        if _shards(parameters) > 1:
+            gradients = _sharded_gradient(loss, parameters)
+        else:
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return [g.to(at_least_float32(g)) for g in gradients]
+
+
+def _sharded_gradient(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
+    """FSDP2 reduces gradients in its own backward pass alone, which adds to `.grad`: so that is put aside."""
+    kept = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+    for p, grad in zip(parameters, kept, strict=True):
+        p.grad = grad
+    return gradients
+
+
+def _shards(parameters: list[nn.Parameter]) -> int:
+    """The number of ranks that hold a part of the parameters, 1 for a model that is whole."""
+    return max((int(p.device_mesh.size()) if hasattr(p, "device_mesh") else 1 for p in parameters), default=1)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A sum over shards, on every rank."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def _trained(modules: list[nn.Module]) -> list[nn.Parameter]:
@@ -162,6 +189,4 @@ def _trained(modules: list[nn.Module]) -> list[nn.Parameter]:
     parameters = list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
     if not parameters:
         raise ValueError("the model has no parameter that is trained")
-    if any(hasattr(p, "device_mesh") for p in parameters):
-        raise NotImplementedError("gradients of a sharded model (FSDP) are reduced by its own backward pass alone and cannot be measured here")
     return parameters

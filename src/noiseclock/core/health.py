@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+LEAST_ESS = 0.1  # a smaller effective sample size of importance weights, as a share of the batch, is warned of
+
 
 class Health:
     """Warnings of one sampler; each kind is given once."""

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from noiseclock.core.batch import Draw
 from noiseclock.core.checks import take_finite
-from noiseclock.core.health import Health
-from noiseclock.core.samplers import TINY, Sampler, Setting, Uniform, cells_icdf, cells_log_prob, cells_mass, take_uniforms, unit_time
-from noiseclock.core.streams import in_unit
+from noiseclock.core.health import LEAST_ESS, Health
+from noiseclock.core.samplers import TINY, Sampler, Setting, Uniform, cells_icdf, cells_lines, cells_log_prob, cells_mass, take_uniforms, unit_time
 from noiseclock.core.table import lasting, wide
-
-LEAST_ESS = 0.1  # a smaller effective sample size is warned of
 
 
 def running_sum(x: Tensor) -> Tensor:
@@ -131,33 +128,40 @@ class LearnedDensity(Sampler):
         if not 0 < self.floor < 1:
             raise ValueError(f"{type(self).__name__}: floor must lie between 0 and 1, got {self.floor}")
 
-    def _begin(self, base: Sampler | None = None) -> None:
-        """Start from the base, knowing nothing."""
+    def _begin(self, base: Sampler | None = None, steps: int = 0) -> None:
+        """Start from the base, knowing nothing. steps: of the schedule, if it has any."""
         self.base = Uniform() if base is None else base
         self._health, self._glance = Health(), Glance()
         with lasting():
             pmf = torch.zeros(self.cells, dtype=torch.float64, device="cpu")
-            self._buffers = Buffers(pmf=pmf, borders=pmf.new_zeros(self.cells + 1), **self._statistics())
+            self._buffers = Buffers(pmf=pmf, **self._statistics())
+            # what follows from pmf: not saved, and written with it
+            self._tables = Buffers(borders=pmf.new_zeros(self.cells + 1), lines=pmf.new_zeros(5, self.cells), log_pmf=pmf.new_zeros(steps))
             self._write(self._base_cells())
 
     def bind(self, setting: Setting) -> Self:
         bound: Self = replace(self)  # type: ignore[type-var]  # every subclass is a dataclass
-        bound._begin(setting.base)
+        bound._begin(setting.base, setting.schedule.steps or 0)
         return bound
 
     # --- the density --------------------------------------------------------------------------------------------------------------------
 
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
-        time = in_unit(cells_icdf(*self._tables(v.device), v))
-        return Draw(time, self.log_prob(time))
+        return Draw(*cells_icdf(self._on(v.device, "borders"), self._on(v.device, "lines"), v))
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
         time = unit_time(time)
-        return cells_log_prob(self._tables(time.device)[0], time)
+        return cells_log_prob(self._on(time.device, "pmf"), time)
 
     def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
-        pmf, borders = self._tables(step.device)
+        log_pmf = self._on(step.device, "log_pmf")
+        if len(log_pmf) == steps:
+            return log_pmf[step]
+        return self._log_pmf(step, steps, self._on(step.device, "pmf"), self._on(step.device, "borders"))
+
+    @staticmethod
+    def _log_pmf(step: Tensor, steps: int, pmf: Tensor, borders: Tensor) -> Tensor:
         n = len(pmf)
         if n == steps:
             mass = pmf[step]
@@ -169,13 +173,14 @@ class LearnedDensity(Sampler):
             mass = cells_mass(pmf, borders, first, before, last, after)
         return mass.clamp(min=TINY).log()
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Probabilities (n,) and borders (n+1,). On another device than they live on this is a copy, made anew each time: only a plot or the
-        first step asks for that."""
-        pmf, borders = self._buffers["pmf"], self._buffers["borders"]
-        if pmf.device == device:
-            return pmf, borders
-        return pmf.to(device, wide(device)), borders.to(device, wide(device))
+    def _on(self, device: torch.device, name: str) -> Tensor:
+        """A table of the density. On another device than it lives on this is a copy, made anew each time: only a plot or the first step asks."""
+        table = self._buffers["pmf"] if name == "pmf" else self._tables[name]
+        return table if table.device == device else table.to(device, wide(device))
+
+    def _move_(self, device: torch.device) -> None:
+        self._buffers.move_(device)
+        self._tables.move_(device)
 
     def _base_cells(self) -> Tensor:
         """(n,) the probabilities of the cells under the base, which may be annealed, so they are asked for anew."""
@@ -192,11 +197,17 @@ class LearnedDensity(Sampler):
         self._write(torch.where(known, mixed, base))
 
     def _write(self, pmf: Tensor) -> None:
-        pmf = pmf / pmf.sum()
-        self._buffers["pmf"].copy_(pmf)
-        borders = self._buffers["borders"]
+        self._buffers["pmf"].copy_(pmf / pmf.sum())
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        """What every draw reads, from the probabilities as they are."""
+        pmf, borders, log_pmf = self._buffers["pmf"], self._tables["borders"], self._tables["log_pmf"]
         borders[1:].copy_(running_sum(pmf).clamp(max=1))
         borders[-1:].fill_(1.0)
+        self._tables["lines"].copy_(cells_lines(pmf, borders))
+        if steps := len(log_pmf):
+            log_pmf.copy_(self._log_pmf(torch.arange(steps, device=pmf.device), steps, pmf, borders))
 
     # --- how it fares -------------------------------------------------------------------------------------------------------------------
 
@@ -246,6 +257,7 @@ class LearnedDensity(Sampler):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name}: {key!r} of the state must be a whole number, got {value!r}")
         self._buffers.load_state_dict(state)
+        self._tabulate()
         self._load_counters(counters)
 
     def _counters(self) -> dict[str, int]:

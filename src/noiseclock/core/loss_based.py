@@ -14,8 +14,9 @@ seen here; the losses stand in for them:
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from noiseclock.core.samplers import TINY, Sampler, Setting
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.table import cell, widen
 
+MOST_WAITING = 64  # batches
 ENOUGH = 0.9  # the share of the base that must be known before the density leaves it
 
 
@@ -43,8 +45,9 @@ class LossBased(LearnedDensity):
         super().__post_init__()
         take_whole(self, "refresh", least=1)
 
-    def _begin(self, base: Sampler | None = None) -> None:
-        super()._begin(base)
+    def _begin(self, base: Sampler | None = None, steps: int = 0) -> None:
+        super()._begin(base, steps)
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # times, weights and losses that are not in the buffers yet
         self._since = 0  # updates since the density was set
         self._seen = 0  # the count of updates at the last one
         self._resumed = False
@@ -56,11 +59,15 @@ class LossBased(LearnedDensity):
     @property
     def skipped(self) -> int:
         """How many losses on this rank were not finite; reads the device."""
+        self._flush()
         return int(self._buffers["skipped"])
 
     @abstractmethod
-    def _add(self, batch: Batch, losses: Tensor) -> Tensor:
-        """Note a batch with its losses (B,), in float64; (B,) which of them were finite."""
+    def _add(self, time: Tensor, weight: Tensor, losses: Tensor) -> Tensor:
+        """Put samples into the buffers: times, weights and losses (N,), float64; (N,) which of the losses were finite.
+
+        Two calls must do exactly what one call with both does.
+        """
 
     @abstractmethod
     def _fold(self) -> None:
@@ -68,9 +75,33 @@ class LossBased(LearnedDensity):
 
     @torch.no_grad()
     def update(self, batch: Batch, losses: Tensor) -> None:
-        self._buffers.move_(losses.device)
-        finite = self._add(batch, widen(losses))
+        self._move_(losses.device)
+        # An eager step is bound by its launches, and many batches are added up in as many of them as one. A captured graph is replayed
+        # without this line, so there nothing can wait.
+        if losses.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._note(batch.time, batch.weight, losses)
+            return
+        self._waiting.append((batch.time, batch.weight, losses))
+        if len(self._waiting) == MOST_WAITING:
+            self._flush()
+
+    def _note(self, time: Tensor, weight: Tensor, losses: Tensor) -> None:
+        finite = self._add(time, weight, widen(losses))
         self._buffers["skipped"].add_((~finite).sum())
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        if self._waiting:
+            self._note(*(torch.cat(parts) for parts in zip(*self._waiting, strict=True)))
+            self._waiting = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self._flush()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._waiting = []
 
     @torch.no_grad()
     def advance(self, updates: int) -> bool:
@@ -84,6 +115,7 @@ class LossBased(LearnedDensity):
         if self._since < self.refresh:
             return False
         self._since = 0
+        self._flush()
         self._fold()
         self._check_health(self._buffers["skipped"])
         return True
@@ -134,11 +166,11 @@ class BinnedLoss(LossBased):
     def _price(self, mean: Tensor) -> Tensor:
         """p*/base, up to a factor, from the means (n,)."""
 
-    def _add(self, batch: Batch, losses: Tensor) -> Tensor:
-        moment = self._moment(losses * batch.weight)
+    def _add(self, time: Tensor, weight: Tensor, losses: Tensor) -> Tensor:
+        moment = self._moment(losses * weight)
         finite = moment.isfinite()
         rows = torch.stack([finite.to(moment.dtype), torch.where(finite, moment, 0.0)])
-        self._buffers["pending"].index_add_(1, cell(batch.time, self.bins), rows)
+        self._buffers["pending"].index_add_(1, cell(time, self.bins), rows)
         return finite
 
     def _fold(self) -> None:
@@ -167,7 +199,7 @@ class LossSecondMoment(BinnedLoss):
     bins: int = 64
     decay: float = 0.995
     floor: float = 0.1
-    refresh: int = 10
+    refresh: int = 20
     warmup: int = 32
 
     def _moment(self, weighted: Tensor) -> Tensor:
@@ -189,7 +221,7 @@ class LossEMA(BinnedLoss):
     bins: int = 100
     decay: float = 0.995
     floor: float = 0.1
-    refresh: int = 10
+    refresh: int = 20
     warmup: int = 32
 
     def _moment(self, weighted: Tensor) -> Tensor:
@@ -237,12 +269,12 @@ class LossHistory(LossBased):
         if self.schedule not in (None, setting.schedule):
             raise ValueError(f"{type(self).__name__} was made for {self.schedule}, the clock runs on {setting.schedule}")
         bound = replace(self, schedule=setting.schedule)
-        bound._begin(setting.base)
+        bound._begin(setting.base, bound.cells)
         return bound
 
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _on(self, device: torch.device, name: str) -> Tensor:
         _ = self._steps  # says so if there is no schedule yet
-        return super()._tables(device)
+        return super()._on(device, name)
 
     def _statistics(self) -> dict[str, Tensor]:
         # Rings: the i-th loss of a step since the ring was emptied lies in column i mod length. `pending` (this rank's) and `history` (all
@@ -257,11 +289,11 @@ class LossHistory(LossBased):
             "skipped": waiting[0].clone(),
         }
 
-    def _add(self, batch: Batch, losses: Tensor) -> Tensor:
+    def _add(self, time: Tensor, weight: Tensor, losses: Tensor) -> Tensor:
         pending, waiting = self._buffers["pending"], self._buffers["waiting"]
         nowhere = len(waiting) - 1
         finite = losses.square().isfinite()
-        step = torch.where(finite, self._steps.step(batch.time), nowhere)
+        step = torch.where(finite, self._steps.step(time), nowhere)
         # the place of each sample among those of its step: in sorted order, how far it is from the first of them
         step, order = step.sort(stable=True)
         losses = losses[order]

@@ -62,33 +62,32 @@ class BetaCells:
     def __init__(self, cells: int) -> None:
         self.cells = cells
         x, share = np.polynomial.legendre.leggauss(4)
-        nodes = (np.arange(1, cells - 1)[:, None] + (x + 1) / 2) / cells
-        self._log_u, self._log_v, self._log_share = Table(np.log(nodes)), Table(np.log1p(-nodes)), Table(np.log(share / 2))
+        nodes = ((np.arange(1, cells - 1)[:, None] + (x + 1) / 2) / cells).ravel()
+        self._log_nodes, self._share = Table(np.stack([np.log(nodes), np.log1p(-nodes)])), Table(share / 2)
         w, weight = np.polynomial.legendre.leggauss(12)
-        self._log_w, self._log_weight = Table(np.log((w + 1) / 2)), Table(np.log(weight / 2))
+        self._log_w, self._weight = Table(np.log((w + 1) / 2)), Table(weight / 2)
 
-    def log_mass(self, parameters: Tensor) -> Tensor:
-        """(B, n) log probabilities of the cells from parameters (B, 2), normalised; float64."""
-        a, b = widen(parameters).unbind(1)
-        device = parameters.device
-        inner = (a - 1)[:, None, None] * self._log_u.on(device) + (b - 1)[:, None, None] * self._log_v.on(device)
-        inner = (inner + self._log_share.on(device)).logsumexp(2) - math.log(self.cells)
-        return torch.cat([self._end(a, b), inner, self._end(b, a)], 1).log_softmax(1)
-
-    def _end(self, a: Tensor, b: Tensor) -> Tensor:
-        """(B, 1) the log mass of the cell at 0, up to the constant that all cells share."""
+    def mass(self, parameters: Tensor) -> Tensor:
+        """(B, n) probabilities of the cells from parameters (B, 2), float64. Every training step does this: it is written in few, wide kernels."""
+        ab = widen(parameters)
+        powers, device = ab - 1, ab.device
+        inner = powers @ self._log_nodes.on(device)  # the log density at the nodes, up to its constant
+        top = inner.detach().amax(1, keepdim=True)
+        inner = (inner - top).exp().view(len(ab), -1, 4) @ self._share.on(device)
+        # both ends at once, in units of h·e^top like the inner cells; the other end's power bends the density within the end cell
         h = 1 / self.cells
-        power = (self._log_w.on(a.device) / a[:, None]).exp()
-        inside = (b - 1)[:, None] * torch.log1p(-h * power) + self._log_weight.on(a.device)
-        return (a * math.log(h) - a.log())[:, None] + inside.logsumexp(1, keepdim=True)
+        bend = powers.flip(1)[:, :, None] * torch.log1p(-h * (self._log_w.on(device) / ab[:, :, None]).exp())
+        ends = (powers * math.log(h) - ab.log() - top).exp() * (bend.exp() @ self._weight.on(device))
+        mass = torch.cat([ends[:, :1], inner, ends[:, 1:]], 1)
+        return mass / mass.sum(1, keepdim=True)
 
 
 def draw_cells(pmf: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Cells (B,) and times (B,) at uniforms v (B,), each by the inverse CDF of its own row of pmf (B, n)."""
+    """Times (B,) at uniforms v (B,), each by the inverse CDF of its own row of pmf (B, n), and the probability (B,) of the cells that they lie in."""
     n = pmf.shape[1]
     borders = pmf.cumsum(1)
     # rounding may leave the last border below 1
     cell = torch.searchsorted(borders, v[:, None].to(pmf.dtype), right=True).clamp(max=n - 1)
     mass = pmf.gather(1, cell)
     part = ((v[:, None] - (borders.gather(1, cell) - mass)) / mass.clamp(min=TINY)).clamp(1e-9, 1 - 1e-9)
-    return cell[:, 0], ((cell + part) / n)[:, 0]
+    return ((cell + part) / n)[:, 0], mass[:, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -66,8 +67,9 @@ class Probe:
     """One model, seen before and after an optimiser update with the same data, noise and conditioning.
 
     x0 (B, ...), noise (N, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
-    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always `chunk` rows at a time, those of the noise, so
-    that nothing recompiles and no forward needs more memory than a training step.
+    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always `rows` samples at a time, so that nothing
+    recompiles; as many as the noise unless given, which needs no more memory than a training step. Where memory runs out all the same, `rows`
+    is halved until it suffices.
     """
 
     def __init__(
@@ -81,12 +83,13 @@ class Probe:
         noise: Tensor,
         modules: list[nn.Module],
         autocast: torch.dtype | None = None,
+        rows: int | None = None,
     ) -> None:
         # DDP's own forward would take part in its buffers' broadcasts; there is nothing to reduce in a probe
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
         self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
-        self.modules, self.autocast, self.chunk = modules, autocast, len(noise)
+        self.modules, self.autocast, self.rows = modules, autocast, rows or len(noise)
 
     def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) under the noises `noise_rows` (N,).
@@ -97,11 +100,22 @@ class Probe:
         noise_rows = rows if noise_rows is None else noise_rows
         if not len(time) == len(rows) == len(noise_rows):
             raise ValueError(f"times, rows and noise rows must be as many, got {len(time)}, {len(rows)} and {len(noise_rows)}")
+        while True:
+            try:
+                return self._losses(time, rows, noise_rows)
+            except torch.OutOfMemoryError:
+                # the ranks of a sharded model must run it equally often, so none of them can change its mind
+                if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):
+                    raise
+            self.rows = -(-self.rows // 2)
+            warnings.warn(f"a probe of the model ran out of memory; it goes on with {self.rows} samples at a time", stacklevel=2)
+
+    def _losses(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
         found = []
         with undisturbed(self.modules, self.x0.device), self._as_in_training():
-            for start in range(0, len(time), self.chunk):
-                # the last chunk is filled up from the beginning, so that every forward has the shape of a training batch
-                chosen = torch.arange(start, start + self.chunk, device=time.device) % len(time)
+            for start in range(0, len(time), self.rows):
+                # the last chunk is filled up from the beginning, so that every forward has one shape
+                chosen = torch.arange(start, start + self.rows, device=time.device) % len(time)
                 found.append(self._chunk(time[chosen], rows[chosen], noise_rows[chosen]))
         return torch.cat(found)[: len(time)]
 

@@ -35,13 +35,14 @@ TINY = 1e-30  # the smallest probability: its logarithm is finite, in float32 to
 
 @dataclass(frozen=True)
 class Setting:
-    """What a Clock tells its sampler once. place: the rank and the number of ranks, asked for when needed."""
+    """What a Clock tells its sampler once. place: the rank and the number of ranks, asked for when needed. corrected: does the loss carry base/p?"""
 
     schedule: Schedule
     objective: Objective
     weighting: Weighting
     base: Sampler
     place: Callable[[], tuple[int, int]]
+    corrected: bool = False
 
 
 class Sampler(ABC):
@@ -183,12 +184,24 @@ def inside(time: Tensor) -> Tensor:
     return in_unit(unit_time(time)).clamp(min=1e-18)  # whose square is a number in float32 too
 
 
-def cells_icdf(pmf: Tensor, borders: Tensor, v: Tensor) -> Tensor:
-    """The inverse CDF of a density with probabilities pmf (n,) on n equal cells of time; borders (n+1,) are their running sums from 0 to 1."""
-    i = torch.searchsorted(borders, v.contiguous(), right=True).sub(1).clamp(0, len(pmf) - 1)
+def cells_lines(pmf: Tensor, borders: Tensor) -> Tensor:
+    """(5, n) the inverse CDF of a density with probabilities pmf (n,) on n equal cells of time, as one line for each cell.
+
+    borders (n+1,) are the running sums of pmf from 0 to 1. Rows: slope, offset, the least and the greatest time in the cell, the log density.
+    """
+    n = len(pmf)
+    i = torch.arange(n, dtype=pmf.dtype, device=pmf.device)
+    slope = 1 / (pmf.clamp(min=TINY) * n)
     # a hair's breadth from the borders, so that floor(u·n) gives back this very cell
-    part = ((v - borders[i]) / pmf[i].clamp(min=TINY)).clamp(1e-9, 1 - 1e-9)
-    return (i + part) / len(pmf)
+    lo, hi = (i + 1e-9) / n, in_unit((i + (1 - 1e-9)) / n)
+    return torch.stack([slope, i / n - borders[:-1] * slope, lo, hi, (pmf * n).clamp(min=TINY).log()])
+
+
+def cells_icdf(borders: Tensor, lines: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Times at uniforms v, of any shape, and their log density. Every training step does this, so it is four kernels and no more."""
+    i = torch.searchsorted(borders[1:-1], v.contiguous(), right=True)
+    slope, offset, lo, hi, log_density = lines[:, i].unbind(0)
+    return torch.addcmul(offset, v, slope).clamp(lo, hi), log_density
 
 
 def cells_mass(pmf: Tensor, borders: Tensor, first: Tensor, before: Tensor, last: Tensor, after: Tensor) -> Tensor:
@@ -210,15 +223,15 @@ class Cells:
     """
 
     def __init__(self, pmf: Tensor | Array) -> None:
-        self._pmf, self._borders = (Table(values) for values in self._tables(pmf))
+        self._pmf, self._borders, self._lines = (Table(values) for values in self._tables(pmf))
 
     @staticmethod
-    def _tables(pmf: Tensor | Array) -> tuple[Tensor, Tensor]:
+    def _tables(pmf: Tensor | Array) -> tuple[Tensor, Tensor, Tensor]:
         pmf = torch.as_tensor(pmf, dtype=torch.float64, device="cpu")
         pmf = pmf / pmf.sum()
         borders = torch.cat([torch.zeros_like(pmf[:1]), pmf.cumsum(0)])
         borders[-1] = 1.0
-        return pmf, borders
+        return pmf, borders, cells_lines(pmf, borders)
 
     @property
     def pmf(self) -> Tensor:
@@ -227,11 +240,11 @@ class Cells:
 
     def set_(self, pmf: Tensor | Array) -> None:
         """New probabilities, written in place on every device."""
-        for table, values in zip((self._pmf, self._borders), self._tables(pmf), strict=True):
+        for table, values in zip((self._pmf, self._borders, self._lines), self._tables(pmf), strict=True):
             table.set_(values)
 
     def icdf(self, v: Tensor) -> Tensor:
-        return cells_icdf(self._pmf.on(v.device), self._borders.on(v.device), v)
+        return cells_icdf(self._borders.on(v.device), self._lines.on(v.device), widen(v))[0]
 
     def mass(self, lo: Tensor, hi: Tensor) -> Tensor:
         pmf, borders = self._pmf.on(lo.device), self._borders.on(lo.device)

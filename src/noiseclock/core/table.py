@@ -21,7 +21,7 @@ def widen(x: Tensor) -> Tensor:
 
 def cell(time: Tensor, n: int) -> Tensor:
     """floor(u·n) as int64, with u = 1 in the last of the n cells."""
-    return (widen(time) * n).floor().clamp(0, n - 1).long()
+    return (widen(time) * n).long().clamp(0, n - 1)
 
 
 def lasting() -> AbstractContextManager[Any]:

@@ -1,0 +1,297 @@
+"""Probes: a model seen before and after an update, and left exactly as it was."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import noiseclock as nc
+from noiseclock.core.gradient_variance import gradient_moments
+from test_clock import Denoiser, Probing, data, train
+
+
+def test_probes_come_before_and_after_the_update_and_leave_no_trace():
+    model = Denoiser()
+    twin = copy.deepcopy(model)
+    runs = []
+    for net, sampler in ((model, Probing()), (twin, nc.Uniform())):
+        torch.manual_seed(0)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        clock = nc.Clock("linear", sampler).attach(optimizer)
+        train(clock, net, optimizer, steps=7)
+        runs.append(net.state_dict())
+        assert net.training
+        assert all(module.training for module in net.modules())
+    # same draws, same dropout, same batch-norm buffers: the probed run is the other one, bit for bit
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+
+
+def test_probes_are_due_every_so_many_updates_with_shared_noise():
+    model = Denoiser()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    due = []
+    for _ in range(8):
+        due.append(clock.due)
+        train(clock, model, optimizer, steps=1, accumulate=2)
+    assert due == [True, False, False, True, False, False, True, False]
+    names = [entry[0] for entry in clock.sampler.seen]
+    assert names == ["before", "after"] * 3
+    for before, after in zip(clock.sampler.seen[::2], clock.sampler.seen[1::2], strict=True):
+        assert torch.equal(before[1], before[2])  # measured twice before the update: the same number, without dropout
+        assert not torch.equal(before[1], after[1])
+
+
+def test_explicit_probes_for_captured_graphs():
+    model = Denoiser()
+    clock = nc.Clock("linear", Probing())
+    clock.draw(data(), predict=model)
+    clock.updated()
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"]
+    buffer = data()
+    clock.probe(buffer, model)
+    batch = clock.draw(buffer, predict=model)
+    seen = clock.sampler.seen[-1]
+    buffer.zero_()  # a replay writes the next batch into the same memory
+    clock.updated()
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2
+    assert torch.equal(clock.sampler.seen[-1][1], seen[1])  # nothing was trained, so the model's loss on the probe's data is unchanged
+    assert clock.sampler.seen[-1][2] is batch
+    clock.probe(buffer, model)
+    clock.updated(skipped=True)
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2 + ["before"]
+
+
+def test_a_probing_sampler_without_a_model_says_so():
+    with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
+        nc.Clock("linear", Probing()).draw(data())
+    with pytest.raises(ValueError, match=r"cannot find the model that is trained behind predict=.*name it: clock\.attach"):
+        nc.Clock("linear", Probing()).draw(data(), predict=torch.add)
+    # and neither call has moved the clock
+    clock, twin = nc.Clock("linear", Probing()), nc.Clock("linear", Probing())
+    with pytest.raises(ValueError, match="looks at the model"):
+        clock.draw(data())
+    model = Denoiser()
+    assert torch.equal(clock.draw(data(), predict=model).time, twin.draw(data(), predict=model).time)
+
+
+MODEL = Denoiser()
+
+
+@pytest.mark.parametrize("kind", ["module", "lambda", "global", "method", "partial", "named"])
+def test_the_model_is_found_behind_any_predict_and_left_as_it_was(kind):
+    model = MODEL if kind == "global" else Denoiser()
+    predict = {
+        "module": model,
+        "lambda": lambda x, t: model(x, t),
+        "global": lambda x, t: MODEL(x, t),
+        "method": model.forward,
+        "partial": functools.partial(Denoiser.forward, model),
+        "named": Opaque(model),
+    }[kind]
+    model.train()
+    model.net[3].eval()  # a flag that differs from its parent's must come back too
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", Probing()).attach(optimizer, model=model if kind == "named" else None)
+    clock.draw(data(), predict=predict)
+    assert torch.equal(clock.sampler.seen[0][1], clock.sampler.seen[0][2])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
+    assert not model.net[3].training
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Opaque:
+    """A callable that does not show what it calls."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, model):
+        self._call = [model]
+
+    def __call__(self, x, t):
+        return self._call[0](x, t)
+
+
+def test_a_predict_that_shows_another_model_only_is_refused():
+    other, hidden = Denoiser(), Opaque(Denoiser())
+    predict = lambda x, t: hidden(x, t) + 0 * other(x, t)  # noqa: E731
+    optimizer = torch.optim.SGD(hidden._call[0].parameters(), lr=0.1)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    with pytest.raises(ValueError, match="cannot find the model that is trained"):
+        clock.draw(data(), predict=predict)
+
+
+def test_a_probe_sees_the_updated_weights_under_autocast():
+    """Autocast keeps reduced copies of the weights for as long as its block lasts; a probe inside it must not read them."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
+    predict = lambda x, t: model(x)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        b = clock.draw(data(), predict=predict)
+        clock.loss(b, predict(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+    before, after = clock.sampler.seen
+    assert not torch.equal(before[1], after[1])
+
+
+def test_a_probe_runs_in_the_precision_of_training():
+    dtypes = []
+
+    class Watched(nn.Linear):
+        def forward(self, x, t):
+            out = super().forward(x)
+            dtypes.append(out.dtype)
+            return out
+
+    model = Watched(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    for _ in range(4):
+        b = clock.draw(data(), predict=model)  # outside the block, as in most loops
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = clock.loss(b, model(b.x_t, b.t)).mean()
+        loss.backward()
+        optimizer.step()
+    # the first probe begins before any training step has shown its precision, and ends as it began
+    assert dtypes[:4] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    assert set(dtypes[4:]) == {torch.bfloat16}
+
+
+def test_probes_of_many_times_come_in_chunks_of_the_batch():
+    shapes = []
+
+    class Watched(nn.Linear):
+        def forward(self, x, t, label):
+            shapes.append((x.shape, label.shape))
+            return super().forward(x) + label
+
+    model = Watched(2, 2)
+    x0, noise, label = (torch.randn(8, 2, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    schedule, objective = nc.schedule("linear"), nc.objective("eps")
+    probe = nc.Probe(model, schedule, objective, x0, {"label": label}, noise=noise, modules=[model])
+    time = schedule.grid()[::50]  # 20 times of one sample: three chunks, the last one filled up
+    rows, noise_rows = torch.full((20,), 3), torch.arange(20) % 8
+    losses = probe.losses(time, rows, noise_rows)
+    assert shapes == [((8, 2), (8, 2))] * 3
+    for i in (0, 7, 19):
+        a, s = schedule(time[i])
+        x_t = (a * x0[3] + s * noise[noise_rows[i]]).float()
+        expected = ((nn.functional.linear(x_t, model.weight, model.bias) + label[3] - noise[noise_rows[i]]) ** 2).mean()
+        assert losses[i].item() == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="must be as many, got 3, 8 and 8"):
+        probe.losses(time[:3])
+
+
+def test_a_blend_shows_the_model_to_its_parts():
+    sampler = nc.Mixture(Probing())
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", sampler).attach(optimizer)
+    train(clock, model, optimizer, steps=4)
+    assert [entry[0] for entry in clock.sampler.sampler.seen] == ["before", "after"] * 2
+
+
+def test_fewer_rows_at_a_time_give_the_same_losses():
+    shapes = []
+
+    class Watched(Denoiser):
+        def forward(self, x, t):
+            shapes.append(len(x))
+            return super().forward(x, t)
+
+    found = []
+    for rows in (None, 5):
+        torch.manual_seed(0)
+        model = Watched()
+        clock = nc.Clock("linear", Probing(), probe_rows=rows)
+        clock.draw(data(), predict=model)
+        found.append(clock.sampler.seen[0][1])
+    assert shapes == [16, 16, *[5] * 8]
+    assert torch.allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_a_probe_that_runs_out_of_memory_halves_its_rows_warns_and_remembers():
+    class Small(Denoiser):
+        def forward(self, x, t):
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x, t)
+
+    torch.manual_seed(0)
+    model = Small()
+    clock = nc.Clock("linear", Probing())
+    with pytest.warns(UserWarning, match="ran out of memory; it goes on with [84] samples at a time"):
+        clock.draw(data(), predict=model)
+    assert clock.probe_rows == 4
+    torch.manual_seed(0)
+    plenty = nc.Clock("linear", Probing())
+    plenty.draw(data(), predict=Denoiser())
+    assert torch.allclose(clock.sampler.seen[0][1], plenty.sampler.seen[0][1], rtol=1e-5)
+    clock.updated()
+    for _ in range(3):  # warnings are errors here: there is no second one
+        clock.draw(data(), predict=model)
+        clock.updated()
+
+    class Never(nn.Linear):
+        def forward(self, x, t):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="out of memory"):
+        nc.Clock("linear", Probing()).draw(data(), predict=Never(2, 2))
+
+
+def _sharded(rank: int, port: int, results) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        probe, time = _moments_probe()
+        model = probe.predict
+        fully_shard(model.net)
+        fully_shard(model)
+        model.eval()(probe.x0, torch.zeros(16).long()).square().mean().backward()  # in training mode batch norm would move
+        before = [p.grad.full_tensor() for p in model.parameters()]
+        moments = gradient_moments(probe, time, 4)
+        assert all(torch.equal(p.grad.full_tensor(), grad) for p, grad in zip(model.parameters(), before, strict=True))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        clock = nc.Clock("linear", nc.GradientVariance(bins=4, samples=8, every=2)).attach(optimizer)
+        for step in range(5):
+            x0 = data(16 if step < 4 or rank == 0 else 12)  # the last batch of an epoch is uneven
+            b = clock.draw(x0, predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results[rank] = moments, clock.sampler.variance
+    finally:
+        dist.destroy_process_group()
+
+
+def _moments_probe() -> tuple[nc.Probe, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Denoiser()
+    noise = torch.randn(16, 2)
+    return nc.Probe(model, nc.schedule("linear"), nc.objective("eps"), data(), noise=noise, modules=[model]), torch.tensor([0.1, 0.6]).double()
+
+
+def test_gradient_variance_of_a_sharded_model(free_port):
+    """Both ranks hold the same samples, so their mean gradients are those of one process; but they count as twice as many, and m·‖G-H‖² doubles."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_sharded, args=(free_port, results), nprocs=2)
+        (moments, variance), (moments2, variance2) = results[0], results[1]
+    alone = gradient_moments(*_moments_probe(), 4)
+    assert torch.equal(moments, moments2)
+    assert torch.allclose(moments[0], 2 * alone[0], rtol=1e-5)  # float32 gradients
+    assert torch.allclose(moments[1] - moments[0], alone[1] - alone[0], rtol=1e-4)
+    assert (variance > 0).all()
+    assert torch.equal(variance, variance2)
