@@ -40,6 +40,7 @@ def test_overhead_writes_what_it_measured(overhead, tmp_path, capsys):
 
 
 def test_a_step_is_priced_with_its_share_of_a_probe(overhead):
-    cost = overhead["cost"](40, [1.0, 1.0, 9.0], [5.0, 5.0, 45.0], [1.0, 1.0, 9.0], None)
+    cost = overhead["cost"](40, [1.0, 1.0, 9.0], [5.0, 5.0, 45.0], [1.0, 1.0, 9.0], [0.1, 0.02, 0.03], None)
     assert cost.ratio == pytest.approx((39 + 5) / 40)
+    assert cost.added == pytest.approx(0.03)
     assert (cost.plain, cost.probe) == (1.0, 5.0)

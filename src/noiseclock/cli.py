@@ -1,0 +1,361 @@
+"""The command line: `noiseclock train | sample | evaluate | export | recipes | doctor`.
+
+Exit status: 0 for success, 2 for a mistake of the user's, 1 for a run that could not go on, 130 after Ctrl-C. Imports are inside the commands:
+help should not wait for diffusers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import tyro
+from rich.console import Console
+
+from noiseclock.lab.errors import Failure, Mistake, choose
+
+if TYPE_CHECKING:
+    from noiseclock.lab.recipes import Recipe
+    from noiseclock.lab.train import Record
+
+USAGE = """noiseclock: which noise level a diffusion model trains on next, and whether that pays
+
+  noiseclock recipes                     the set-ups there are
+  noiseclock train RECIPE [options]      train one of them; run it again to go on
+  noiseclock sample FOLDER [options]     pictures from a training
+  noiseclock evaluate FOLDER [options]   FID or Fréchet distance, KID, precision, recall, bits per dimension, loss by noise level
+  noiseclock export FOLDER OUT           a folder that diffusers' DiffusionPipeline.from_pretrained loads
+  noiseclock doctor                      what this machine has, what is missing and how to get it
+
+Add --help to any of them for its options."""
+
+console = Console(highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe, or go on with it. Every setting of the recipe is an option."""
+
+    recipe: tyro.conf.OmitArgPrefixes[Any]
+    out: str = ""
+    """folder of the run; runs/RECIPE unless given"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+    shard: bool = False
+    """spread the model over all processes (FSDP2) instead of copying it (DDP)"""
+    dry_run: bool = False
+    """show what would be done"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Pictures from a training, by its averaged weights."""
+
+    folder: tyro.conf.Positional[str]
+    out: str = "samples.png"
+    """.png for a grid, .npz for an array, else a folder of PNG files"""
+    count: int = 64
+    """how many"""
+    solver: str | None = None
+    """ddim, ddpm, heun or dpm++; the recipe's unless given"""
+    steps: int | None = None
+    """of the solver; the recipe's unless given"""
+    guidance: float = 1.0
+    """classifier-free guidance, of a conditional model"""
+    seed: int = 0
+    """of the noise"""
+    batch: int = 256
+    """pictures at a time"""
+    step: int | None = None
+    """of the checkpoint; the newest unless given"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """How good a training is, by its averaged weights; figures are printed, and written to FOLDER/evaluations."""
+
+    folder: tyro.conf.Positional[str]
+    samples: int = 10_000
+    """pictures for the distances; 0 leaves those out"""
+    reference: str = "train"
+    """split of the data that they are compared with"""
+    solver: str | None = None
+    """ddim, ddpm, heun or dpm++; the recipe's unless given"""
+    steps: int | None = None
+    """of the solver; the recipe's unless given"""
+    guidance: float = 1.0
+    """classifier-free guidance, of a conditional model"""
+    vlb_images: int = 500
+    """held-out images for the bits per dimension; 0 leaves those out"""
+    vlb_steps: int | None = 100
+    """steps of the bound that each of them takes; None for all"""
+    resize: str = "pytorch"
+    """how Inception sees pictures: pytorch, as pytorch-fid does, or tensorflow"""
+    seed: int = 0
+    """of the samples"""
+    batch: int = 256
+    """pictures at a time"""
+    step: int | None = None
+    """of the checkpoint; the newest unless given"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write the averaged weights as a diffusers pipeline."""
+
+    folder: tyro.conf.Positional[str]
+    out: tyro.conf.Positional[str]
+    step: int | None = None
+    """of the checkpoint; the newest unless given"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        console.print(USAGE, markup=False)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from noiseclock import __version__
+
+        console.print(f"noiseclock {__version__}")
+        return 0
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return COMMANDS[choose("command", argv[0], COMMANDS)](argv[1:])
+        except Mistake as error:
+            return _say(f"{error}", 2)
+        except Failure as error:
+            return _say(f"{error}", 1)
+        except KeyboardInterrupt:
+            return _say("stopped; run the same command again to go on", 130)
+
+
+def train(argv: list[str]) -> int:
+    """`noiseclock train`."""
+    name, rest = _first(argv, "train", "RECIPE", "one of those that `noiseclock recipes` lists")
+    from noiseclock.lab.recipes import entry_of, recipe
+
+    entry = entry_of(name)
+    options = _parsed(Train, rest, f"noiseclock train {name}", default=Train(entry.recipe))
+    recipe(name)  # which may not be able to run; its settings can be looked at all the same
+    folder = Path(options.out or f"runs/{name}")
+    _check_device(options.device)
+    if options.dry_run:
+        return _dry_run(options.recipe, folder)
+    from noiseclock.lab.train import train as train_recipe
+
+    updates = train_recipe(options.recipe, folder, device=options.device, shard=options.shard)
+    main_process = int(os.environ.get("RANK", "0")) == 0
+    if main_process:
+        _report_training(_followed(updates, options.recipe), options.recipe, folder)
+    else:
+        for _ in updates:
+            pass
+    return 0
+
+
+def _dry_run(recipe: Recipe, folder: Path) -> int:
+    from noiseclock.lab.data import load
+    from noiseclock.lab.models import count
+    from noiseclock.lab.train import network
+
+    data, clock = load(recipe.data, size=recipe.size), recipe.clock()
+    shape = "x".join(str(n) for n in data.shape)
+    console.print(f"folder      {folder}")
+    console.print(f"data        {data.name}, {len(data):,} images of {shape}" + (f", {data.classes} classes" if data.classes else ""))
+    console.print(f"model       {recipe.model}, {count(network(recipe, data, clock)):,} parameters")
+    console.print(f"clock       {clock}", markup=False)
+    console.print(f"training    {recipe.updates:,} updates of {recipe.batch} images, {recipe.updates * recipe.batch / len(data):,.1f} epochs")
+    for name, value in recipe.settings().items():
+        console.print(f"  {name:<15} {value}", markup=False)
+    return 0
+
+
+def _followed(updates: Iterable[Record], recipe: Recipe) -> Record | None:
+    """Show a training as it goes: a bar on a terminal, lines now and then elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    last, first, mean = None, None, 0.0
+    columns = (BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    lines = max(recipe.updates // 20, 1)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=recipe.updates)
+        for last in updates:
+            first = first or last
+            mean = last.loss if last is first else mean + (last.loss - mean) * max(0.02, 1 / (last.step - first.step + 1))
+            seconds, images = last.seconds - first.seconds, last.images - first.images
+            speed = f", {images / seconds:,.0f} images/s" if seconds > 0 else ""
+            learned = f", {last.sampler}" if last.sampler else ""
+            lost = f", [yellow]{last.skipped} updates skipped[/]" if last.skipped else ""
+            text = f"loss {mean:.4f}{speed}{learned}{lost}"
+            bar.update(task, completed=last.step, description=text)
+            if not console.is_terminal and (last.step % lines == 0 or last is first):
+                console.print(f"update {last.step:,} of {recipe.updates:,}: {text}")
+    return last
+
+
+def _report_training(last: Record | None, recipe: Recipe, folder: Path) -> None:
+    if last is None:
+        console.print(f"{folder} has already made its {recipe.updates:,} updates; give --updates a larger number to go on")
+        return
+    console.print(f"{last.step:,} updates, {last.images:,} images, {last.seconds / 60:.1f} minutes of training")
+    console.print(f"{folder} holds checkpoints, samples and log.jsonl")
+    console.print(f"next: noiseclock evaluate {folder}")
+
+
+def sample(argv: list[str]) -> int:
+    """`noiseclock sample`."""
+    options = _parsed(Sample, argv, "noiseclock sample")
+    from noiseclock.lab import pictures
+    from noiseclock.lab.train import sampled
+    from noiseclock.lab.trained import opened
+
+    device = _check_device(options.device)
+    run = opened(options.folder, step=options.step, device=device)
+    with _bar("sampling", options.count * (options.steps or run.recipe.solver_steps)) as progress:
+        images = sampled(
+            run.net, run.recipe, run.clock, run.data, options.count, seed=options.seed, guidance=options.guidance, solver=options.solver,
+            steps=options.steps, batch=options.batch, device=device, progress=progress,
+        )  # fmt: skip
+    pictures.save(images, options.out)
+    console.print(f"{options.out}: {options.count:,} samples of {options.folder} at update {run.step:,}")
+    return 0
+
+
+def evaluate(argv: list[str]) -> int:
+    """`noiseclock evaluate`."""
+    options = _parsed(Evaluate, argv, "noiseclock evaluate")
+    from noiseclock.lab.trained import evaluated, opened
+
+    device = _check_device(options.device)
+    run = opened(options.folder, step=options.step, device=device)
+    steps = options.steps or run.recipe.solver_steps
+    with _bar("sampling", options.samples * steps) as progress:
+        found = evaluated(
+            run, samples=options.samples, reference_split=options.reference, solver=options.solver, steps=options.steps, guidance=options.guidance,
+            vlb_images=options.vlb_images, vlb_steps=options.vlb_steps, resize=options.resize, seed=options.seed, batch=options.batch,
+            device=device, progress=progress,
+        )  # fmt: skip
+    console.print(found.text(), markup=False)
+    console.print(f"written to {found.write(Path(options.folder))}")
+    return 0
+
+
+def export(argv: list[str]) -> int:
+    """`noiseclock export`."""
+    options = _parsed(Export, argv, "noiseclock export")
+    from noiseclock.lab.export import export as write
+    from noiseclock.lab.trained import opened
+
+    run = opened(options.folder, step=options.step)
+    write(run.net, run.clock.schedule, run.clock.objective, options.out, run.recipe.variance)
+    console.print(f"{options.out}: a diffusers pipeline of {options.folder} at update {run.step:,}")
+    return 0
+
+
+def recipes(argv: list[str]) -> int:
+    """`noiseclock recipes`."""
+    _parsed(Nothing, argv, "noiseclock recipes")
+    from rich import box
+    from rich.table import Table
+
+    from noiseclock.lab.recipes import RECIPES
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("recipe", "what it is", "needs", "cost"):
+        table.add_column(heading, no_wrap=heading == "recipe")
+    for name, entry in RECIPES.items():
+        about = entry.about + (f" [yellow](not yet: {entry.missing})[/]" if entry.missing else "")
+        table.add_row(name, about, entry.needs, entry.cost)
+    console.print(table)
+    return 0
+
+
+def doctor(argv: list[str]) -> int:
+    """`noiseclock doctor`."""
+    _parsed(Nothing, argv, "noiseclock doctor")
+    from noiseclock.lab.doctor import examine, healthy, render
+
+    checks = examine()
+    console.print(render(checks))
+    return 0 if healthy(checks) else 1
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """This command has no options."""
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "sample": sample,
+    "evaluate": evaluate,
+    "export": export,
+    "recipes": recipes,
+    "doctor": doctor,
+}
+
+
+def _parsed(kind: type[Options], argv: list[str], program: str, default: Any = None) -> Options:
+    options: Options = tyro.cli(kind, args=argv, prog=program, description=kind.__doc__, **({} if default is None else {"default": default}))
+    return options
+
+
+def _first(argv: list[str], command: str, what: str, which: str) -> tuple[str, list[str]]:
+    if not argv or argv[0] in ("-h", "--help"):
+        raise Mistake(f"noiseclock {command} needs a {what}, {which}; then --help shows its options")
+    return argv[0], argv[1:]
+
+
+def _check_device(name: str | None) -> str:
+    import torch
+
+    found = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if found.partition(":")[0] not in ("cpu", "cuda"):
+        raise Mistake(f"unknown device {found!r}; known: cpu, cuda")
+    if found.startswith("cuda") and not torch.cuda.is_available():
+        raise Mistake("there is no CUDA device here; leave --device out, or say --device cpu")
+    return found
+
+
+class _bar:
+    """A progress bar on a terminal, told how much is done."""
+
+    def __init__(self, text: str, total: int) -> None:
+        from rich.progress import Progress
+
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(text, total=total)
+
+    def __enter__(self) -> Callable[[int], None]:
+        self._bar.start()
+        return lambda done: self._bar.update(self._task, completed=done)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _say(message: str, status: int) -> int:
+    errors.print(f"noiseclock: {message}", markup=False)
+    return status
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    errors.print(f"warning: {message}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

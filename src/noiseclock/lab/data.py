@@ -1,0 +1,272 @@
+"""Images to train on: by name, in memory or on disk, and as an endless stream of batches.
+
+    data = load("cifar10")
+    for x0, labels in batches(data, 128, seed=0, device="cuda", flip=True): ...
+
+Small sets are kept in memory and go to the training device as bytes; large ones are read by workers. Both give the same batches.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from noiseclock.lab.classics import CLASSICS
+from noiseclock.lab.errors import Failure, Mistake, choose
+from noiseclock.lab.order import Order, flips
+from noiseclock.lab.sources import SPLITS, Folder, Hub, Source, Unreadable
+
+IN_MEMORY = 2**30  # bytes of pixels; a larger set stays on disk
+IN_A_ROW = 100  # unreadable files one after the other: then it is the disk
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images in memory.
+
+    pixels: uint8 (N, C, H, W). labels: int64 (N,) or None. classes: how many there are, or None. skipped: files that could not be read.
+    """
+
+    name: str
+    pixels: Tensor
+    labels: Tensor | None = None
+    classes: int | None = None
+    skipped: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every image."""
+        _, channels, height, width = self.pixels.shape
+        return channels, height, width
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.pixels[index]
+
+
+class Read(NamedTuple):
+    """Images read from disk: pixels uint8 (n, C, H, W), the indices (n,) that they have, and why others before them could not be read."""
+
+    pixels: Tensor
+    indices: Tensor
+    broken: dict[int, str]
+
+
+class Files(Dataset[Tensor]):
+    """Images on disk, read when they are needed: `files[i]` is uint8 (C, H, W). What cannot be read is replaced by the next that can."""
+
+    def __init__(self, name: str, source: Source, shape: tuple[int, int, int]) -> None:
+        self.name, self.source, self.shape = name, source, shape
+        self.labels, self.classes = source.labels, source.classes
+        self._broken: set[int] = set()
+
+    @property
+    def skipped(self) -> int:
+        """Files that could not be read, so far."""
+        return len(self._broken)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.counted(self.read([index])).pixels[0]
+
+    def read(self, indices: Sequence[int]) -> Read:
+        """The images at these indices or after them. Nothing is noted here, because it may be a worker's copy that reads."""
+        pixels, found, broken = torch.empty((len(indices), *self.shape), dtype=torch.uint8), [], {}
+        for place, index in enumerate(indices):
+            for candidate in range(index, index + IN_A_ROW):
+                candidate %= len(self)
+                try:
+                    pixels[place] = self.source.read(candidate, self.shape[1:])
+                except Unreadable as error:
+                    broken[candidate] = str(error)
+                else:
+                    found.append(candidate)
+                    break
+            else:
+                raise Failure(f"{IN_A_ROW} images in a row cannot be read, the last is {broken[candidate]}; is the disk still there?")
+        return Read(pixels, torch.tensor(found, dtype=torch.int64), broken)
+
+    __getitems__ = read  # what a DataLoader calls with all indices of a batch
+
+    def counted(self, read: Read) -> Read:
+        """`read`, with what was broken counted, and warned of once."""
+        if read.broken and not self._broken:
+            reason = next(iter(read.broken.values()))
+            warnings.warn(f"{self.name}: cannot read {reason}; the next image takes its place, here and wherever it happens again", stacklevel=2)
+        self._broken.update(read.broken)
+        return read
+
+
+def load(name: str, *, split: str = "train", size: int | None = None) -> Images | Files:
+    """The images of a split, "train" or "test".
+
+    name: digits, mnist, cifar10, folder:PATH (images, perhaps in folders by class) or hf:NAME_OR_PATH (a Hugging Face dataset, which may have
+    other splits). size: folder and hf images are cropped to the centre and resized to a square of it; else to the size of the first in "train".
+    """
+    kind, colon, place = name.partition(":")
+    if colon and kind in ("folder", "hf"):
+        if not place:
+            raise Mistake(f"{name!r} lacks a path; say {kind}:PATH")
+        if size is not None and size < 1:
+            raise Mistake(f"size must be at least 1, got {size}")
+        source = Folder(Path(place).expanduser(), split) if kind == "folder" else Hub(place, split)
+        return gather(f"{name} {split}", source, size)
+    if name and name not in CLASSICS and Path(name).expanduser().is_dir():
+        raise Mistake(f"{name!r} is a folder; say folder:{name}")
+    choose("data", name, [*CLASSICS, "folder:PATH", "hf:NAME_OR_PATH"])
+    pixels, labels = CLASSICS[name](choose("split", split, SPLITS))
+    if size not in (None, pixels.shape[-1]):
+        raise Mistake(f"{name} has images of size {pixels.shape[-1]}, got size={size}; leave it out")
+    return Images(f"{name} {split}", torch.from_numpy(np.require(pixels, requirements=["C", "W"])), torch.from_numpy(labels), classes=10)
+
+
+def gather(name: str, source: Source, size: int | None) -> Images | Files:
+    """All images of a source, decoded into memory where they fit into `IN_MEMORY`."""
+    if len(source) == 0:
+        raise Mistake(f"{name} has no images; give it some")
+    # of the training images in every split: a model that was trained on them must fit the others
+    shape = first_shape(name, source.training()) if size is None else (3, size, size)
+    if len(source) * shape[0] * shape[1] * shape[2] > IN_MEMORY:
+        return Files(name, source, shape)
+    pixels = torch.empty((len(source), *shape), dtype=torch.uint8)
+
+    def decode(index: int) -> str | None:
+        try:
+            pixels[index] = source.read(index, shape[1:])
+        except Unreadable as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(cpus()) as pool:
+        reasons = list(pool.map(decode, range(len(source))))
+    broken = [reason for reason in reasons if reason is not None]
+    if not broken:
+        return Images(name, pixels, source.labels, source.classes)
+    good = torch.tensor([reason is None for reason in reasons])
+    if not good.any():
+        raise nothing_readable(name, len(source), broken[0])
+    warnings.warn(f"{name}: skipped {len(broken)} of {len(source)} images that cannot be read, the first is {broken[0]}", stacklevel=3)
+    return Images(name, pixels[good], None if source.labels is None else source.labels[good], source.classes, skipped=len(broken))
+
+
+def first_shape(name: str, source: Source) -> tuple[int, int, int]:
+    """(C, H, W) of the first image that can be read."""
+    reason = ""
+    for index in range(len(source)):
+        try:
+            channels, height, width = source.read(index, None).shape
+        except Unreadable as error:
+            reason = reason or str(error)
+        else:
+            return channels, height, width
+    raise nothing_readable(name, len(source), reason)
+
+
+def nothing_readable(name: str, count: int, reason: str) -> Mistake:
+    """The mistake of a set in which every file is broken."""
+    return Mistake(f"{name}: none of the {count} images can be read, the first is {reason}; replace them")
+
+
+def batches(
+    data: Images | Files,
+    batch: int,
+    *,
+    seed: int,
+    start: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str = "cpu",
+    flip: bool = False,
+    workers: int | None = None,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Endless batches on `device`: images (batch, C, H, W), float32 in [-1, 1], and labels (batch,) or None.
+
+    Batch k of a rank holds the places (k·world_size + rank)·batch onwards of the order that `seed` gives. start: the first k, that is, how many
+    batches this rank has had. flip: mirror half of the images, by seed and place. workers: processes that read `Files`, up to 4 unless given.
+    """
+    for label, value, least in (("batch", batch, 1), ("start", start, 0), ("world_size", world_size, 1), ("workers", workers or 0, 0)):
+        if value < least:
+            raise Mistake(f"{label} must be at least {least}, got {value}")
+    if not 0 <= rank < world_size:
+        raise Mistake(f"rank must lie in 0..{world_size - 1}, got {rank}")
+    places = range((start * world_size + rank) * batch, sys.maxsize, world_size * batch)
+    return _stream(data, batch, seed, places, torch.device(device), flip, min(4, cpus()) if workers is None else workers)
+
+
+def _stream(
+    data: Images | Files, batch: int, seed: int, places: Sequence[int], device: torch.device, flip: bool, workers: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    order = Order(len(data), seed)
+    indices = (order(first, batch) for first in places)
+    stream = from_memory(data, indices, device) if isinstance(data, Images) else from_disk(data, indices, device, workers)
+    for first, (pixels, labels) in zip(places, stream, strict=True):
+        if flip:
+            mirrored = flips(seed, first, batch).to(device, non_blocking=True)
+            pixels = torch.where(mirrored[:, None, None, None], pixels.flip(-1), pixels)
+        yield scaled(pixels), labels
+
+
+def from_memory(data: Images, indices: Iterable[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Pixels and labels on the device, which holds all of them."""
+    pixels, labels = data.pixels.to(device), None if data.labels is None else data.labels.to(device)
+    for index in indices:
+        index = index.to(device, non_blocking=True)
+        yield pixels[index], None if labels is None else labels[index]
+
+
+def from_disk(data: Files, indices: Iterable[Tensor], device: torch.device, workers: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Pixels and labels on the device, read ahead by worker processes."""
+    loader: DataLoader[Tensor] = DataLoader(
+        data,
+        batch_sampler=(index.tolist() for index in indices),  # it never ends, and so needs no length
+        num_workers=workers,
+        collate_fn=as_it_is,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it would draw its workers' seed from the global generator
+    )
+    for read in loader:
+        data.counted(read)
+        labels = None if data.labels is None else data.labels[read.indices].to(device, non_blocking=True)
+        yield read.pixels.to(device, non_blocking=True), labels
+
+
+def as_it_is(read: Any) -> Any:
+    """Nothing to collate: a batch is read as a whole."""
+    return read
+
+
+def scaled(pixels: Tensor) -> Tensor:
+    """uint8 0..255 as float32 -1..1."""
+    return pixels.float() / 127.5 - 1
+
+
+def head(data: Images | Files, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
+    """The first n images (n, C, H, W), or as many as there are, scaled to [-1, 1], and their labels (n,) or None: a fixed batch of held-out data."""
+    n = min(n, len(data))
+    if isinstance(data, Images):
+        pixels, index = data.pixels[:n], torch.arange(n)
+    else:
+        pixels, index, _ = data.counted(data.read(range(n)))
+    return scaled(pixels.to(device)), None if data.labels is None else data.labels[index].to(device)
+
+
+def cpus() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,23 @@
+"""The two ways in which a run can end badly, and the most frequent one of them: a name that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class Mistake(ValueError):
+    """Something that the user can put right: a bad setting, a missing file. The command line prints it and exits with 2."""
+
+
+class Failure(RuntimeError):
+    """A run that cannot go on: a full disk, a loss that stays infinite. The command line prints it and exits with 1."""
+
+
+def choose(kind: str, name: str, known: Iterable[str]) -> str:
+    """`name` if it is known, or a mistake that lists the known names and shows the nearest."""
+    known = list(known)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        raise Mistake(f"unknown {kind} {name!r}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(known)}")
+    return name

@@ -1,0 +1,375 @@
+"""How good a model is: its pictures against a dataset's, its bound on the likelihood, its loss over time.
+
+    scores = compare_images(pictures, load("cifar10"), solver="ddim", steps=50)
+    print(scores)                                                   # every figure with what it was measured on
+    print(bits_per_dim(model, schedule, "eps", load("cifar10", split="test"), steps=50))
+
+Pictures are compared by their features: those of the Inception network, or for digits and MNIST those of a small classifier, and then the
+distance is not called FID.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from noiseclock.core.batch import Predict, call, column, noised
+from noiseclock.core.clock import Clock
+from noiseclock.core.likelihood import bits, bound, decoder_term, kl_term, prior_term
+from noiseclock.core.measure import LossOverTime, loss_over_time
+from noiseclock.core.objectives import Objective, objective as make_objective
+from noiseclock.core.probes import modules_of, undisturbed
+from noiseclock.core.schedules import Discrete, Schedule
+from noiseclock.core.streams import in_unit
+from noiseclock.core.table import wide
+from noiseclock.lab import classifier, inception, metrics
+from noiseclock.lab.cache import digest, remembered
+from noiseclock.lab.classifier import Classifier
+from noiseclock.lab.data import Files, Images, cpus, from_disk, head
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.home import home
+from noiseclock.lab.inception import Inception
+from noiseclock.lab.metrics import Moments, Spread
+
+Network = Inception | Classifier
+
+REFERENCE = 50_000  # images of the dataset, as is usual for FID
+NEIGHBOURS = 10_000  # images of each side for precision and recall, whose cost grows with their square
+SUBSETS, SUBSET = 100, 1000  # of the kernel distance
+NEAREST = 3  # neighbours that make the manifolds of precision and recall
+
+
+# --- features -----------------------------------------------------------------------------------------------------------------------------
+
+
+def network_for(name: str, *, resize: str = "pytorch") -> Network:
+    """What gives the features of the dataset of that name (of `load`, or the `name` of what it gave): for Inception, resized as said there."""
+    short = name.split()[0]
+    return classifier.load(short) if short in classifier.DATA else inception.load(resize=resize)
+
+
+@torch.no_grad()
+def features_of(
+    images: Tensor | Images | Files, network: Network, *, count: int | None = None, batch: int = 64, device: str | torch.device = "cpu"
+) -> Tensor:
+    """(N, D) float32 on the CPU: the features of uint8 images (N, C, H, W), of the first `count` of them; the network moves to `device`."""
+    device = torch.device(device)
+    network = network.to(device)
+    with _in_full_precision(device):
+        return torch.cat([network(pixels).cpu() for pixels in _in_order(images, len(images) if count is None else count, batch, device)])
+
+
+def _in_order(images: Tensor | Images | Files, count: int, batch: int, device: torch.device) -> Iterator[Tensor]:
+    if isinstance(images, Files):
+        rows = torch.split(torch.arange(min(count, len(images))), batch)
+        yield from (pixels for pixels, _ in from_disk(images, rows, device, min(4, cpus())))
+    else:
+        pixels = images.pixels if isinstance(images, Images) else images
+        yield from (part.to(device) for part in torch.split(pixels[:count], batch))
+
+
+@contextmanager
+def _in_full_precision(device: torch.device) -> Iterator[None]:
+    """Neither autocast, in which a trainer may be calling, nor TF32, torch's default for convolutions: they would be in the figures."""
+    with torch.autocast(device.type, enabled=False), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+def _with_float64(device: str | torch.device) -> torch.device:
+    """Where metrics are computed: on `device`, or the CPU where that has no float64, as Apple's has not."""
+    return torch.device(device if torch.device(device).type == "cuda" else "cpu")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What pictures are compared with: the name of a dataset, features (N, D) of its images, float32, and their moments."""
+
+    name: str
+    features: Tensor
+    moments: Moments
+
+
+def reference(data: Images | Files, network: Network, *, count: int = REFERENCE, batch: int = 64, device: str | torch.device = "cpu") -> Reference:
+    """The features of the first `count` images of a dataset, kept in `home()/statistics`, by what the dataset and the network hold."""
+    count = min(count, len(data))
+    # in memory every image counts; on disk 64 of them, evenly, and their number tell whether it is still the same set
+    pixels = data.pixels[:count] if isinstance(data, Images) else data.read(range(0, count, max(1, count // 64))).pixels
+    known_by = digest([pixels, *network.state_dict().values()])
+    size = "x".join(str(n) for n in data.shape)
+    names = [data.name, size, str(count), network.title, *([network.resize] if isinstance(network, Inception) else []), known_by]
+    file = "-".join(re.sub(r"[^\w.]+", "_", name)[-80:] for name in names) + ".safetensors"
+
+    def make() -> dict[str, Tensor]:
+        features = features_of(data, network, count=count, batch=batch, device=device)
+        moments = Moments.of(features.to(_with_float64(device)))
+        return {"features": features, "mean": moments.mean, "scatter": moments.scatter}
+
+    found = remembered(home() / "statistics" / file, make)
+    return Reference(data.name, found["features"], Moments(count, found["mean"], found["scatter"]))
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How near pictures come to a dataset, and what that was measured on.
+
+    frechet: the Fréchet distance, FID under the Inception network. kernel: the unbiased squared MMD over subsets, KID under that network.
+    precision, recall: on the first `neighbours` of both sides. count: pictures. solver, steps: how they were made. reference,
+    reference_count: of what dataset and how many. network, resize, dimensions: what the features are.
+    """
+
+    frechet: float
+    kernel: Spread
+    precision: float
+    recall: float
+    count: int
+    reference: str
+    reference_count: int
+    network: str
+    dimensions: int
+    resize: str | None = None
+    solver: str | None = None
+    steps: int | None = None
+    neighbours: int = NEIGHBOURS
+
+    @property
+    def frechet_name(self) -> str:
+        """FID, as it is called under the Inception network alone, the only one that is said to resize."""
+        return "FID" if self.resize else f"Fréchet distance ({self.network})"
+
+    @property
+    def kernel_name(self) -> str:
+        """KID, likewise."""
+        return "KID" if self.resize else f"kernel distance ({self.network})"
+
+    @property
+    def made_by(self) -> str:
+        """The solver and its steps."""
+        return f"{self.solver.upper()} {self.steps}" if self.solver and self.steps else self.solver or "solver not known"
+
+    @property
+    def features(self) -> str:
+        """The network, and how it sees pictures if not in the usual way."""
+        return f"{self.network}, TensorFlow's resize" if self.resize == "tensorflow" else self.network
+
+    @property
+    def against(self) -> str:
+        """What they were compared with, and by what."""
+        return f"against {self.reference_count:,} of {self.reference}, {self.features}"
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with the Fréchet distance, if anything."""
+        if min(self.count, self.reference_count) > self.dimensions:
+            return ""
+        return f"too few samples: up to {self.dimensions:,}, the dimensions of the features, covariances are singular and the distance too large"
+
+    def __str__(self) -> str:
+        made = f"{self.count:,} samples, {self.made_by}"
+        size = min(SUBSET, self.count, self.reference_count)
+        lines = [
+            f"{self.frechet_name} {self.frechet:.4g} ({made}, {self.against})" + (f"; {self.warning}" if self.warning else ""),
+            f"{self.kernel_name} {self.kernel.mean:.3g} ± {self.kernel.std:.2g} ({made}, {self.against}; {SUBSETS} subsets of {size:,})",
+            f"precision {self.precision:.3f}, recall {self.recall:.3f} ({min(self.count, self.neighbours):,} of {made}, against "
+            f"{min(self.reference_count, self.neighbours):,} of {self.reference}, {self.features}; {NEAREST} neighbours)",
+        ]
+        return "\n".join(lines)
+
+
+def compare_images(
+    fake: Tensor,
+    data: Images | Files,
+    *,
+    network: Network | None = None,
+    solver: str | None = None,
+    steps: int | None = None,
+    count: int = REFERENCE,
+    batch: int = 64,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Scores:
+    """Scores of pictures, uint8 (N, C, H, W), against the first `count` images of a dataset.
+
+    network: that of `network_for` unless given. solver, steps: how the pictures were made, for the record. seed: of the kernel distance's subsets.
+    """
+    if fake.dtype != torch.uint8 or tuple(fake.shape[1:]) != data.shape:
+        wanted = "x".join(str(n) for n in data.shape)
+        raise Mistake(f"{data.name} has uint8 images of {wanted}, the pictures are {fake.dtype} of shape {tuple(fake.shape)}; make them alike")
+    if len(fake) <= NEAREST:
+        raise Mistake(
+            f"{len(fake)} pictures are too few to be compared; make {NEAREST + 1} at the very least, and thousands for a figure that means much"
+        )
+    network = network or network_for(data.name)
+    known = reference(data, network, count=count, batch=batch, device=device)
+    place = _with_float64(device)
+    mine, real = features_of(fake, network, batch=batch, device=device).to(place), known.features.to(place)
+    shares = metrics.precision_recall(real[:NEIGHBOURS], mine[:NEIGHBOURS], k=NEAREST)
+    return Scores(
+        frechet=metrics.frechet(Moments.of(mine), known.moments),
+        kernel=metrics.kid(mine, real, subsets=SUBSETS, size=SUBSET, seed=seed),
+        precision=shares.precision,
+        recall=shares.recall,
+        count=len(fake),
+        reference=known.name,
+        reference_count=known.moments.count,
+        network=network.title,
+        dimensions=mine.shape[1],
+        resize=network.resize if isinstance(network, Inception) else None,
+        solver=solver,
+        steps=steps,
+    )
+
+
+def inception_score(images: Tensor | Images | Files, network: Inception, *, batch: int = 64, device: str | torch.device = "cpu") -> Spread:
+    """The Inception Score over ten parts; a Mistake where the weights lack the classifier."""
+    network.require_classifier()
+    features = features_of(images, network, batch=batch, device=device)
+    return metrics.inception_score(network.cpu().logits(features))
+
+
+def table(scores: Sequence[Scores]) -> Table:
+    """One row for each of them; figures of different names stand in different columns, and what all were compared with above the table."""
+    frechet, kernel, against = (sorted({getattr(s, name) for s in scores}) for name in ("frechet_name", "kernel_name", "against"))
+    alike = len(against) == 1
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
+    out.title = against[0] if alike else None
+    out.caption = "\n".join(sorted({f"* {s.warning}" for s in scores if s.warning})) or None
+    for heading in ("samples", *frechet, *kernel, "precision", "recall"):
+        out.add_column(heading, justify="right")
+    out.add_column("solver")
+    if not alike:
+        out.add_column("against")
+    for s in scores:
+        distances = [f"{s.frechet:.4g}{'*' if s.warning else ''}" if name == s.frechet_name else "" for name in frechet]
+        kernels = [f"{s.kernel.mean:.3g} ± {s.kernel.std:.2g}" if name == s.kernel_name else "" for name in kernel]
+        cells = [f"{s.count:,}", *distances, *kernels, f"{s.precision:.3f}", f"{s.recall:.3f}", s.made_by]
+        out.add_row(*cells, *([] if alike else [s.against.removeprefix("against ")]))
+    return out
+
+
+# --- likelihood and loss ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BitsPerDim:
+    """The variational bound: its mean over `count` images of `data`, its standard error, and from how many of the chain's steps it comes."""
+
+    mean: float
+    error: float
+    count: int
+    data: str
+    steps: int
+    of_steps: int
+    variance: str
+
+    def __str__(self) -> str:
+        steps = f"all {self.of_steps:,} steps" if self.steps == self.of_steps else f"{self.steps:,} of {self.of_steps:,} steps, at random for each"
+        return f"VLB {self.mean:.4g} ± {self.error:.2g} bits/dim ({self.count:,} images of {self.data}, {steps}, variance {self.variance})"
+
+
+def bits_per_dim(
+    predict: Predict,
+    schedule: Schedule,
+    objective: str | Objective,
+    data: Images | Files,
+    *,
+    n: int = 1000,
+    batch: int = 128,
+    steps: int | None = None,
+    seed: int = 0,
+    variance: str = "fixed-large",
+    conditional: bool = False,
+    device: str | torch.device = "cpu",
+) -> BitsPerDim:
+    """The bound on the first n images of `data`, in evaluation mode.
+
+    steps: all of them unless given, at a forward each; else an unbiased estimate from so many (see `strided_bound`). conditional: the model
+    is told the labels. The error is over images, noise and choice of steps together.
+    """
+    if not isinstance(schedule, Discrete):
+        raise Mistake(f"the variational bound needs discrete steps, and {type(schedule).__name__} has none; use a schedule such as linear or cosine")
+    if steps is not None and steps < 2:
+        raise Mistake(f"the bound takes at least 2 steps, the first and another, got steps={steps}")
+    steps = schedule.steps if steps is None else min(steps, schedule.steps)
+    x0, labels = head(data, n, device)
+    if conditional and labels is None:
+        raise Mistake(f"{data.name} has no labels; evaluate without them, conditional=False")
+    generator = torch.Generator(x0.device).manual_seed(seed)
+    found = []
+    with undisturbed(modules_of(predict), x0.device):
+        for start in range(0, len(x0), batch):
+            some, cond = x0[start : start + batch], labels[start : start + batch] if conditional and labels is not None else None
+            if steps == schedule.steps:
+                whole = bound(schedule, objective, predict, some, cond=cond, variance=variance, generator=generator)
+                found.append(whole.bits_per_dim)
+            else:
+                found.append(strided_bound(schedule, objective, predict, some, steps=steps, cond=cond, variance=variance, generator=generator))
+    values = torch.cat(found).double().cpu()
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return BitsPerDim(values.mean().item(), error, len(values), data.name, steps, schedule.steps, variance)
+
+
+@torch.no_grad()
+def strided_bound(
+    schedule: Discrete,
+    objective: str | Objective,
+    predict: Predict,
+    x0: Tensor,
+    *,
+    steps: int,
+    cond: Any = None,
+    variance: str = "fixed-large",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """(B,) unbiased estimates of the bound of x0 (B, ...) in bits per dimension, from `steps` forwards of the model.
+
+    Step 0, the decoder's, is always there. The others are divided into steps - 1 equal strata; each image draws a step of its own in each, and
+    the sum of their terms times (T-1)/(steps-1) stands for the sum over all. Of its own, so that the images' estimates are independent and
+    their spread is the error of the mean.
+    """
+    objective = make_objective(objective)
+
+    def x0_predicted(step: Tensor) -> Tensor:
+        time = schedule.time_of(step)
+        noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=torch.promote_types(x0.dtype, torch.float32))
+        x_t, _ = noised(schedule, objective, x0, noise, time)
+        a, s = (column(c, x0) for c in schedule(time))
+        return objective.to_x0(call(predict, x_t, step, cond), x_t, a, s)
+
+    n, strata, later = len(x0), steps - 1, schedule.steps - 1
+    total = prior_term(schedule, x0)
+    first = torch.zeros(n, dtype=torch.long, device=x0.device)
+    total = total + decoder_term(schedule, x0, x0_predicted(first), variance=variance)
+    for stratum in range(strata):
+        place = in_unit((stratum + torch.rand(n, generator=generator, device=x0.device, dtype=wide(x0.device))) / strata)
+        step = 1 + (place * later).long()
+        total = total + kl_term(schedule, step, x0, x0_predicted(step), variance=variance) * (later / strata)
+    return bits(total)
+
+
+def loss_curve(
+    clock: Clock,
+    predict: Predict,
+    data: Images | Files,
+    *,
+    n: int = 512,
+    times: int = 50,
+    batch: int = 128,
+    seed: int = 0,
+    conditional: bool = False,
+    device: str | torch.device = "cpu",
+) -> LossOverTime:
+    """The loss at so many `times` on the first n images of `data`, at fixed noise; see `loss_over_time`."""
+    x0, labels = head(data, n, device)
+    return loss_over_time(clock, predict, x0, cond=labels if conditional else None, times=times, batch=batch, seed=seed)

@@ -1,0 +1,44 @@
+"""A trained U-Net as a folder that diffusers loads: `DiffusionPipeline.from_pretrained(folder)`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diffusers import DDPMPipeline, DDPMScheduler
+from torch import nn
+
+from noiseclock.core.objectives import X0, Eps, Objective, V
+from noiseclock.core.schedules import VARIANCES, Discrete, Schedule
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.models.unet import UNet
+from noiseclock.lab.pictures import whole
+
+PREDICTION: dict[type[Objective], str] = {Eps: "epsilon", X0: "sample", V: "v_prediction"}
+
+
+def export(model: nn.Module, schedule: Schedule, objective: Objective, folder: str | Path, variance: str = "fixed-large") -> None:
+    """Write `folder` anew: a DDPMPipeline, which `DDIMPipeline.from_pretrained` takes as well.
+
+    With T steps it gives what `generate(solver="ddpm")` gives for the same noise, and with any number that divides T what "ddim" gives, if it is
+    called with use_clipped_model_output=True. (Its fewer ancestral steps leave noise in the picture at the end when the variance is fixed-large.)
+    """
+    if not isinstance(model, UNet):
+        raise Mistake("diffusers has no pipeline for a DiT without a VAE; only U-Nets are exported, a DiT stays in its checkpoint")
+    if model.null is not None:
+        raise Mistake("diffusers' pipelines for U-Nets take no labels; save the network alone with model.net.save_pretrained(folder)")
+    if not isinstance(schedule, Discrete) or type(objective) not in PREDICTION:
+        raise Mistake(
+            "diffusers' pipelines for U-Nets know discrete steps and the objectives eps, x0 and v only, not "
+            f"{type(schedule).__name__} with {objective.name}; save the network alone with model.net.save_pretrained(folder)"
+        )
+    if variance not in VARIANCES:
+        raise Mistake(f"unknown variance {variance!r}; known: {', '.join(sorted(VARIANCES))}")
+    scheduler = DDPMScheduler(
+        num_train_timesteps=schedule.steps,
+        trained_betas=schedule.betas.tolist(),
+        variance_type=variance.replace("-", "_"),
+        prediction_type=PREDICTION[type(objective)],
+        clip_sample=True,
+        timestep_spacing="trailing",
+    )
+    whole(Path(folder), DDPMPipeline(unet=model.net, scheduler=scheduler).save_pretrained)

@@ -1,0 +1,195 @@
+"""A run's folder: its lock, its log, and the JSON files in it.
+
+    config.json     what is run
+    log.jsonl       one record a line
+    checkpoints/    see checkpoint.py
+    .lock           held while a run writes here
+
+All JSON is valid JSON: numbers that are not finite, which it lacks, are written as the strings "NaN", "Infinity" and "-Infinity". They stay apart
+from each other and from null, and `float` and pandas read them back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from noiseclock.lab.errors import Failure, Mistake
+
+# --- one run at a time --------------------------------------------------------------------------------------------------------------------
+
+# Of the two kinds of lock that the kernel drops when a process dies, POSIX record locks are also lost as soon as the process opens and closes the
+# file anywhere else (a tracker that uploads the folder), and they do not keep out a second run in the same process. `flock` has neither flaw, but
+# it lives as long as any copy of the open file, and a forked DataLoader worker has one, which may outlive a killed parent. So each child gives its
+# copies back as it starts; programs started by exec never get them, because Python opens files with O_CLOEXEC.
+_open_locks: set[FileIO] = set()
+
+
+def _give_back_copies() -> None:
+    for file in _open_locks:
+        file.close()
+    _open_locks.clear()
+
+
+os.register_at_fork(after_in_child=_give_back_copies)
+
+
+@contextmanager
+def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the folder, which is made where it is missing, for this process; a Mistake that names the other process if one holds it.
+
+    The file stays behind, unlocked: to remove it could take it from under the next run.
+    """
+    path = Path(folder) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(path, "a+")
+    except OSError as error:
+        raise Mistake(f"cannot write into {folder} ({error.strerror}); choose a folder that can be written to") from error
+    _open_locks.add(file)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().decode(errors="replace") or "another process"
+            raise Mistake(f"{folder} is in use by {holder}; wait for that run to end or choose another folder") from None
+        except OSError as error:  # some network file systems are mounted without locks
+            warnings.warn(f"{folder} cannot be locked ({error.strerror}); make sure that no other run writes there", stacklevel=3)
+        with suppress(OSError):  # on a full disk the lock holds without the name
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        _open_locks.discard(file)
+        file.close()
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: mappings with string keys, lists, numbers that are finite or named.
+
+    >>> plain({"loss": float("nan"), "size": (32, 32)})
+    {'loss': 'NaN', 'size': [32, 32]}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def write_json(path: str | os.PathLike[str], data: Any) -> None:
+    """Write the whole file or nothing: whoever reads it, even after a crash, finds the old content or the new."""
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    text = json.dumps(plain(data), indent=2, allow_nan=False) + "\n"
+    with _replacing(path, unfinished):
+        unfinished.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _replacing(path: Path, unfinished: Path) -> Iterator[None]:
+    try:
+        yield
+        sync(unfinished)
+        unfinished.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise Failure(f"could not write {path}: {error.strerror}") from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """How two configs differ, one line a key; empty where they do not. A config and what its JSON file gives back are the same.
+
+    >>> print(difference({"lr": 2e-4, "size": (32, 32), "ema": 0.9999}, {"lr": 1e-4, "size": [32, 32], "clip": 1.0}))
+    lr: 0.0002 here, 0.0001 in the checkpoint
+    ema: 0.9999 here, absent in the checkpoint
+    clip: absent here, 1.0 in the checkpoint
+    """
+    here, there = plain(mine), plain(theirs)
+
+    def shown(config: Mapping[str, Any], key: str) -> str:
+        return repr(config[key]) if key in config else "absent"
+
+    keys = [key for key in here | there if key not in here or key not in there or here[key] != there[key]]
+    return "\n".join(f"{key}: {shown(here, key)} here, {shown(there, key)} in the checkpoint" for key in keys)
+
+
+# --- the log ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """A file of records, one JSON object a line, that is only ever added to; a record with a "step" belongs to that step."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = FileIO(self.path, "a")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Add a record. It survives the end of the process at once, and a power cut after `sync`."""
+        line = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), size)  # or the next record would go on in the middle of this line
+            raise Failure(f"could not write {self.path}: {error.strerror}") from error
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the records of later steps, and lines that a crash tore, so that a run resumed from `step` logs each of its steps once."""
+        shorter = self.path.with_name(f".{self.path.name}.tmp")
+        with _replacing(self.path, shorter), self.path.open("rb") as old, shorter.open("wb") as new:
+            new.writelines(line for line in old if _step_of(line) <= step)
+        self._file.close()
+        self._file = FileIO(self.path, "a")
+
+    def sync(self) -> None:
+        """Wait until all records are on the disk; before a checkpoint, so that it never knows of steps that the log lacks."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """No more records."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line: -∞, always kept, for one without a step; ∞, always dropped, for one that is no record."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        return math.inf
+    step = record.get("step")
+    return step if isinstance(step, (int, float)) else -math.inf

@@ -1,0 +1,235 @@
+"""Pictures from a trained model: walk from noise down a grid of noise levels, asking the model for x0 at each.
+
+With x = a·x0 + s·eps at a level and a', s' at the next one, the last being a' = 1, s' = 0, eps always meaning (x - a·x0)/s:
+
+    ddpm     a draw from q(x' | x, x0), with the variance "fixed-large" or "fixed-small"
+    ddim     x' = a'·x0 + s'·eps; on EDM and on flow this is Euler's method, its other name here
+    heun     x' = x + (a'-a)·x0 + (s'-s)·eps with x0 and eps averaged over both ends, so 2·steps - 1 evaluations; EDM's where a = 1
+    dpm++    DPM-Solver++ 2M: DDIM with an x0 that is extrapolated from the last two in the log-SNR, one evaluation a step
+
+They need a, s and x0 alone, so each of them runs on every schedule and every objective, EDM's preconditioning included. The tests hold them to
+diffusers' DDPM, DDIM and DPM-Solver++ schedulers; here they also run at zero terminal SNR, on flow and EDM, with any number of steps up to T, and
+an ancestral walk of few steps ends without noise in the picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from noiseclock.core.batch import Predict, call
+from noiseclock.core.objectives import Eps, Objective
+from noiseclock.core.schedules import EDM, VARIANCES, Discrete, Schedule
+from noiseclock.core.streams import GOLDEN, finalize, signed, uniform
+from noiseclock.lab.errors import Failure, Mistake
+
+Denoise = Callable[[Tensor, Tensor], Tensor]  # x (B, ...) and one time, a float64 tensor on the CPU -> x0 (B, ...)
+Noise = Callable[[int], Tensor]  # the number of a draw -> independent normals (B, ...)
+
+RHO = 7  # of Karras' grid
+SIGMA_MAX = 80.0  # EDM's: above it the data do not show, and a cosine schedule's table goes on to 20,000
+
+
+def generate(
+    predict: Predict,
+    schedule: Schedule,
+    objective: Objective,
+    shape: tuple[int, ...],
+    n: int,
+    *,
+    solver: str = "ddim",
+    steps: int = 50,
+    seed: int = 0,
+    batch: int = 256,
+    labels: Tensor | None = None,
+    guidance: float = 1.0,
+    null: int | None = None,
+    device: str | torch.device = "cpu",
+    variance: str = "fixed-large",
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """n pictures, uint8 (n, *shape) on the CPU.
+
+    predict: the model in evaluation mode, as predict(x_t, t), or with labels as predict(x_t, t, labels). labels: (n,). guidance: g moves the
+    prediction to the g-fold of its distance from that for the label `null`; 1 leaves it as it is. variance: for "ddpm" alone. progress: told
+    after every step how many steps of single pictures are done, of n·steps.
+
+    Picture i depends on (seed, i) alone, not on the batch or the device, but for rounding. Every predicted x0 is clipped to [-1, 1].
+    """
+    _check(schedule, objective, n, batch, labels, guidance, null)
+    images = torch.empty((n, *shape), dtype=torch.uint8)
+    for first in range(0, n, batch):
+        members = range(first, min(first + batch, n))
+        wanted = None if labels is None else labels[first : members.stop].to(device)
+        denoise = _denoiser(predict, schedule, objective, wanted, guidance, null)
+        noise = noise_of(seed, members, shape, device)
+        for done, x in enumerate(solve(denoise, schedule, noise, solver=solver, steps=steps, variance=variance), 1):  # noqa: B007
+            if progress is not None:
+                progress(first * steps + len(members) * done)
+        if not bool(x.isfinite().all()):
+            raise Failure("the model's predictions are not finite, so there is nothing to see; take an earlier checkpoint")
+        images[first : members.stop] = ((x + 1) * 127.5).round().clamp(0, 255).byte().cpu()
+    return images
+
+
+def solve(
+    denoise: Denoise, schedule: Schedule, noise: Noise, *, solver: str = "ddim", steps: int = 50, variance: str = "fixed-large"
+) -> Iterator[Tensor]:
+    """x (B, ...) after each step, the last one clean. It starts from noise(0); ancestral steps take noise(1), noise(2) and so on."""
+    if solver not in SOLVERS:
+        raise Mistake(f"unknown solver {solver!r}; known: {', '.join(sorted(SOLVERS))}")
+    if variance not in VARIANCES:
+        raise Mistake(f"unknown variance {variance!r}; known: {', '.join(sorted(VARIANCES))}")
+    times = grid(schedule, solver, steps)
+    a, s = schedule(times)
+    path = Path(schedule, variance, times, torch.cat([a, torch.ones_like(a[:1])]), torch.cat([s, torch.zeros_like(s[:1])]))
+    # DDPM's N(0, 1), EDM's N(0, σ²): as if the data had variance 1
+    start = noise(0) * (a[0] ** 2 + s[0] ** 2).sqrt()
+    return SOLVERS[solver](path, start, denoise, noise)
+
+
+def grid(schedule: Schedule, solver: str, steps: int) -> Tensor:
+    """(steps,) falling times, float64, at which `solver` asks the model; it starts at the noisiest one.
+
+    EDM: Karras' grid, even in σ^(1/7). Flow: even in u. Discrete steps: evenly spaced, from the last one down, for "ddpm" and "ddim" ("trailing"
+    in diffusers); for the second-order solvers, which pay for long steps at little noise, the last one and then those nearest to Karras' grid.
+    """
+    if steps < 1 or (schedule.steps is not None and steps > schedule.steps):
+        most = "" if schedule.steps is None else f" and at most {schedule.steps}, the number that the schedule has"
+        raise Mistake(f"steps must be at least 1{most}, got {steps}")
+    if isinstance(schedule, EDM):
+        return _karras(schedule, schedule.sigma_max, schedule.sigma_min, steps)
+    count = torch.arange(steps, dtype=torch.float64)
+    if not isinstance(schedule, Discrete):
+        return 1 - count / steps
+    if solver not in ("heun", "dpm++"):
+        return schedule.time_of((schedule.steps * (1 - count / steps)).round().long() - 1)
+    sigma = (-schedule.log_snr(schedule.grid()) / 2).exp()
+    step = schedule.step(_karras(schedule, min(SIGMA_MAX, float(sigma[-1])), float(sigma[0]), steps)).flip(0)
+    # where the table is coarser than the grid, neighbours would coincide: each takes the next free step, first upwards, then down from the top
+    place = torch.arange(steps)
+    step = ((step - place).cummax(0).values + place).minimum(schedule.steps - steps + place)
+    step[-1] = schedule.steps - 1
+    return schedule.time_of(step.flip(0))
+
+
+def _karras(schedule: Schedule, most: float, least: float, steps: int) -> Tensor:
+    """Times at which σ = s/a is evenly spaced in its 7th root, from `most` to `least` (2206.00364, equation 5)."""
+    sigma = torch.linspace(most ** (1 / RHO), least ** (1 / RHO), steps, dtype=torch.float64) ** RHO
+    return schedule.inverse(-2 * sigma.log())
+
+
+class Path(NamedTuple):
+    """The levels that a solver passes: times (n,), a and s (n+1,) with the clean end, float64 on the CPU. variance: of ancestral steps."""
+
+    schedule: Schedule
+    variance: str
+    times: Tensor
+    a: Tensor
+    s: Tensor
+
+    def eps(self, i: int, x: Tensor, x0: Tensor) -> Tensor:
+        """The noise in x at level i if x0 is its data."""
+        return (x - self.a[i] * x0) / self.s[i]
+
+    def move(self, i: int, x: Tensor, x0: Tensor) -> Tensor:
+        """x from level i to the next one, with the same x0 and eps."""
+        return self.a[i + 1] * x0 + self.s[i + 1] * self.eps(i, x, x0)
+
+
+def _ddim(path: Path, x: Tensor, denoise: Denoise, _: Noise) -> Iterator[Tensor]:
+    for i, time in enumerate(path.times):
+        x = path.move(i, x, denoise(x, time))
+        yield x
+
+
+def _heun(path: Path, x: Tensor, denoise: Denoise, _: Noise) -> Iterator[Tensor]:
+    a, s = path.a, path.s
+    for i, time in enumerate(path.times):
+        x0 = denoise(x, time)
+        end = path.move(i, x, x0)
+        if s[i + 1] > 0:
+            x0_end = denoise(end, path.times[i + 1])
+            eps, eps_end = path.eps(i, x, x0), path.eps(i + 1, end, x0_end)
+            end = x + (a[i + 1] - a[i]) * (x0 + x0_end) / 2 + (s[i + 1] - s[i]) * (eps + eps_end) / 2
+        x = end
+        yield x
+
+
+def _dpm(path: Path, x: Tensor, denoise: Denoise, _: Noise) -> Iterator[Tensor]:
+    log_ratio = path.a.log() - path.s.log()  # half of the log-SNR
+    before: Tensor | None = None
+    for i, time in enumerate(path.times):
+        x0 = ahead = denoise(x, time)
+        if before is not None and path.s[i + 1] > 0:
+            # to the middle of the step; after a start at SNR 0 the last step was infinitely long, and nothing is added
+            ahead = x0 + (log_ratio[i + 1] - log_ratio[i]) / (log_ratio[i] - log_ratio[i - 1]) / 2 * (x0 - before)
+        x, before = path.move(i, x, ahead), x0
+        yield x
+
+
+def _ddpm(path: Path, x: Tensor, denoise: Denoise, noise: Noise) -> Iterator[Tensor]:
+    for i, time in enumerate(path.times[:-1]):
+        posterior = path.schedule.posterior(time, path.times[i + 1])
+        spread = (posterior.large if path.variance == "fixed-large" else posterior.variance).sqrt()
+        x = posterior.x0 * denoise(x, time) + posterior.x_t * x + spread * noise(i + 1)
+        yield x
+    yield denoise(x, path.times[-1])  # the last step ends without noise
+
+
+SOLVERS: dict[str, Callable[[Path, Tensor, Denoise, Noise], Iterator[Tensor]]] = {
+    "ddpm": _ddpm,
+    "ddim": _ddim,
+    "euler": _ddim,
+    "heun": _heun,
+    "dpm++": _dpm,
+}
+
+
+def noise_of(seed: int, members: range, shape: tuple[int, ...], device: str | torch.device) -> Noise:
+    """Normals (B, *shape), float32 on `device`, that depend on (seed, picture, draw) alone: the same on every device and in every batch."""
+    own = [signed(finalize(finalize(seed) + (picture + 1) * GOLDEN)) for picture in members]
+    place = torch.arange(1, math.prod(shape) + 1, device=device) * signed(GOLDEN)
+    start = torch.tensor(own, device=device)[:, None] + place
+
+    def draw(number: int) -> Tensor:
+        u = uniform(start, torch.tensor(number))
+        signed_unit = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)  # u = 0 would be -∞
+        return (math.sqrt(2) * torch.erfinv(signed_unit)).float().reshape(len(own), *shape)
+
+    return draw
+
+
+def _denoiser(predict: Predict, schedule: Schedule, objective: Objective, labels: Tensor | None, guidance: float, null: int | None) -> Denoise:
+    """From a model's prediction to x0, with classifier-free guidance in one batch of twice the size."""
+    copies = 1
+    if guidance != 1 and labels is not None and null is not None:
+        copies, labels = 2, torch.cat([labels, torch.full_like(labels, null)])
+
+    @torch.no_grad()
+    def denoise(x: Tensor, time: Tensor) -> Tensor:
+        a, s = schedule(time)
+        seen = objective.model_input(x, a, s)
+        t = schedule.condition(time).to(x.device).repeat(copies * len(x))
+        prediction = call(predict, torch.cat([seen] * copies), t, labels).to(x.dtype)
+        if copies == 2:
+            with_label, without = prediction.chunk(2)
+            prediction = without + guidance * (with_label - without)
+        return objective.to_x0(prediction, seen, a, s).clamp(-1, 1)
+
+    return denoise
+
+
+def _check(schedule: Schedule, objective: Objective, n: int, batch: int, labels: Tensor | None, guidance: float, null: int | None) -> None:
+    if n < 1 or batch < 1:
+        raise Mistake(f"at least one picture must be asked for, in batches of at least one, got {n=} and {batch=}")
+    if labels is not None and labels.shape != (n,):
+        raise Mistake(f"labels must be one for each of the {n} pictures, got shape {tuple(labels.shape)}")
+    if guidance != 1 and (labels is None or null is None):
+        raise Mistake(f"guidance={guidance:g} needs a model with classes: labels for the pictures and the label that stands for none")
+    if isinstance(objective, Eps) and float(schedule(1.0)[0]) == 0:
+        raise Mistake("this schedule ends in pure noise, from which a prediction of the noise cannot lead back; train with objective v or x0")

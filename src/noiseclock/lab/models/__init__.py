@@ -1,0 +1,79 @@
+"""The networks: `build` makes a U-Net or a DiT, called as model(x, t, labels) -> (B, C, H, W).
+
+Both keep one embedding more than there are classes: label `model.null` stands for "no class", for classifier-free guidance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from noiseclock.core.schedules import Discrete, Schedule
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.models.dit import DiT
+from noiseclock.lab.models.unet import UNet
+
+# The sizes of the DiT paper (2212.09748, Table 1); the name S/2 means size S with patches of 2×2.
+DIT: dict[str, dict[str, int]] = {
+    "S": {"channels": 384, "blocks": 12, "head_channels": 64},
+    "B": {"channels": 768, "blocks": 12, "head_channels": 64},
+    "L": {"channels": 1024, "blocks": 24, "head_channels": 64},
+    "XL": {"channels": 1152, "blocks": 28, "head_channels": 72},
+}
+
+
+def build(
+    kind: str,
+    shape: tuple[int, int, int],
+    *,
+    classes: int | None = None,
+    channels: int = 128,
+    multipliers: Sequence[int] = (1, 2, 2, 2),
+    blocks: int = 2,
+    attention: Sequence[int] = (16,),
+    head_channels: int = 0,
+    patch: int = 2,
+    dropout: float = 0.0,
+    time_scale: float = 1.0,
+) -> UNet | DiT:
+    """A network for data of `shape` (C, H, W).
+
+    kind: "unet" or "dit". classes: how many, None for none. channels: the width, of a U-Net's first level. blocks: residual blocks of each of
+    a U-Net's levels, or a DiT's depth. head_channels: of one attention head; 0 makes one head of all of them. dropout: its probability.
+    time_scale: what t is multiplied with before it is embedded; take `time_scale(schedule)`. A U-Net alone reads `multipliers`, each level's
+    width by the first, and `attention`, the heights at which it attends; a DiT alone reads `patch`, the side of its patches.
+
+    >>> model = build("unet", (1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, attention=(4,))
+    >>> model(torch.zeros(5, 1, 8, 8), torch.arange(5)).shape
+    torch.Size([5, 1, 8, 8])
+    """
+    if len(shape) != 3 or min(shape) < 1:
+        raise Mistake(f"a model needs the shape (channels, height, width) of its data, got {shape}")
+    if classes is not None and classes < 1:
+        raise Mistake(f"classes must be at least 1, or None for data without labels, got {classes}")
+    if blocks < 1 or not 0 <= dropout < 1:
+        raise Mistake(f"a model needs at least one block and a dropout in [0, 1), got {blocks=} and {dropout=}")
+    if kind == "unet":
+        return UNet(shape, classes, channels, tuple(multipliers), blocks, tuple(attention), head_channels, dropout, time_scale)
+    if kind == "dit":
+        return DiT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale)
+    raise Mistake(f"unknown kind of model {kind!r}; known: dit, unet")
+
+
+def time_scale(schedule: Schedule) -> float:
+    """What to multiply t with so that it spans the 1000 units that sinusoidal embeddings are made for.
+
+    Steps are passed on as they are, as every published model expects them. A continuous t (ln σ/4 of EDM, u of flow) spans one or two units,
+    over which the embedding hardly changes, so it is stretched to the span of DDPM's 1000 steps.
+    """
+    if isinstance(schedule, Discrete):
+        return 1.0
+    ends = schedule.condition(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    return 1000 / float(ends[1] - ends[0])
+
+
+def count(model: nn.Module) -> int:
+    """How many parameters the model has."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,104 @@
+"""DDPM's U-Net, as diffusers' `UNet2DModel`; the same class at other sizes is LDM's, or a small one for digits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from diffusers import UNet2DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+
+from noiseclock.lab.errors import Mistake
+
+
+class UNet(nn.Module):
+    """x (B, C, H, W), t (B,), labels (B,) -> (B, C, H, W).
+
+    `net` is the diffusers model, which can be saved and loaded by itself. The settings are those of google/ddpm-cifar10-32: attention on the
+    chosen levels and always in the middle, convolutions to change the size, group norm. LDM's U-Nets differ in nothing that matters.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int | None,
+        channels: int,
+        multipliers: tuple[int, ...],
+        blocks: int,
+        attention: tuple[int, ...],
+        head_channels: int,
+        dropout: float,
+        time_scale: float,
+    ) -> None:
+        super().__init__()
+        _check(shape, channels, multipliers, attention, head_channels)
+        colours, height, width = shape
+        widths = [channels * multiplier for multiplier in multipliers]
+        attends = [height >> level in attention for level in range(len(widths))]
+        self.null = classes
+        self.time_scale = time_scale
+        self.net = UNet2DModel(
+            sample_size=height if height == width else (height, width),
+            in_channels=colours,
+            out_channels=colours,
+            block_out_channels=tuple(widths),
+            layers_per_block=blocks,
+            down_block_types=tuple("AttnDownBlock2D" if yes else "DownBlock2D" for yes in attends),
+            up_block_types=tuple("AttnUpBlock2D" if yes else "UpBlock2D" for yes in reversed(attends)),
+            attention_head_dim=head_channels or None,
+            norm_num_groups=max(groups for groups in range(1, 33) if math.gcd(*widths) % groups == 0),
+            norm_eps=1e-6,
+            downsample_padding=0,
+            flip_sin_to_cos=False,
+            freq_shift=1,
+            dropout=dropout,
+            num_class_embeds=None if classes is None else classes + 1,
+        )
+        self._start_as_ddpm()
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """What the network predicts; without labels, for no class in particular."""
+        if self.null is None and labels is not None:
+            raise Mistake("this U-Net knows no classes: leave the labels out, or build it with classes=...")
+        if self.null is not None and labels is None:
+            labels = torch.full((len(x),), self.null, device=x.device)
+        out: Tensor = self.net(x, t * self.time_scale, labels, return_dict=False)[0]
+        return out
+
+    def _start_as_ddpm(self) -> None:
+        # diffusers leaves these at torch's defaults; DDPM starts with every residual branch, and the output, at zero
+        last = [self.net.conv_out]
+        for module in self.net.modules():
+            if isinstance(module, ResnetBlock2D):
+                last.append(module.conv2)
+            elif isinstance(module, Attention):
+                last.append(module.to_out[0])
+        for layer in last:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+
+def _check(shape: tuple[int, int, int], channels: int, multipliers: tuple[int, ...], attention: tuple[int, ...], head_channels: int) -> None:
+    """Raise where diffusers would build something else in silence, or fail at the first batch."""
+    _, height, width = shape
+    if channels < 4 or channels % 2:
+        raise Mistake(f"channels must be an even number of at least 4, for the embedding of t, got {channels}")
+    if not multipliers or min(multipliers) < 1:
+        raise Mistake(f"multipliers must be whole numbers of at least 1, one for each level, got {multipliers}")
+    halvings = len(multipliers) - 1
+    if height % 2**halvings or width % 2**halvings:
+        raise Mistake(
+            f"{len(multipliers)} levels halve the picture {halvings} times, so its sides must be multiples of {2**halvings}, got {height}×{width}; "
+            "give fewer multipliers or another size"
+        )
+    heights = [height >> level for level in range(len(multipliers))]
+    for side in attention:
+        if side not in heights:
+            raise Mistake(f"attention at height {side} never happens; this U-Net works at heights {', '.join(map(str, heights))}")
+    # the middle, as wide as the last level, always attends
+    attended = {channels * m for m, side in zip(multipliers, heights, strict=True) if side in attention} | {channels * multipliers[-1]}
+    uneven = sorted(wide for wide in attended if head_channels and wide % head_channels)
+    if head_channels < 0 or uneven:
+        raise Mistake(f"head_channels={head_channels} must divide the width of every level that attends, here {sorted(attended)}; 0 makes one head")

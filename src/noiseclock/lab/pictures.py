@@ -1,0 +1,94 @@
+"""Pictures on disk: one grid to look at, a folder of PNGs, or the npz file that ADM's evaluator reads."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from noiseclock.lab.errors import Failure, Mistake
+
+LEGIBLE = 64  # pixels on the longer side, below which pictures are magnified
+BORDER = 2
+BACKGROUND = 128
+
+
+def grid(images: Tensor, columns: int | None = None) -> Image.Image:
+    """One picture of all images, uint8 (N, 1 or 3, H, W), row by row on grey; small ones magnified by a whole number, without smoothing."""
+    _check(images)
+    n, _, height, width = images.shape
+    columns = columns or math.ceil(math.sqrt(n))
+    rows = math.ceil(n / columns)
+    factor = max(1, LEGIBLE // max(height, width))
+    cell_height, cell_width = factor * height + BORDER, factor * width + BORDER
+    canvas = torch.full((images.shape[1], rows * cell_height + BORDER, columns * cell_width + BORDER), BACKGROUND, dtype=torch.uint8)
+    for i, image in enumerate(images.cpu().repeat_interleave(factor, 2).repeat_interleave(factor, 3)):
+        top, left = BORDER + i // columns * cell_height, BORDER + i % columns * cell_width
+        canvas[:, top : top + factor * height, left : left + factor * width] = image
+    return _picture(canvas)
+
+
+def save(images: Tensor, path: str | Path, labels: Tensor | None = None) -> None:
+    """Write images, uint8 (N, C, H, W), as the name asks: x.png a grid, x.npz arrays, anything else a new folder of numbered PNGs.
+
+    npz: `arr_0` is uint8 (N, H, W, C), `arr_1` the labels (N,) if there are any. In a folder the label is in the file's name. Nothing half
+    written is ever seen under `path`. A file is replaced, a folder with something in it is not.
+    """
+    path = Path(path)
+    _check(images, written=path.suffix != ".npz")
+    if path.suffix == ".png":
+        whole(path, lambda new: grid(images).save(new, format="PNG"))
+    elif path.suffix == ".npz":
+        arrays = [images.permute(0, 2, 3, 1).cpu().numpy()] + ([] if labels is None else [labels.cpu().numpy()])
+        whole(path, lambda new: _write_npz(new, arrays))
+    else:
+        whole(path, lambda new: _write_folder(new, images, labels))
+
+
+def whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file or a folder under a temporary name beside `path`, then give it its name."""
+    if path.is_dir() and any(path.iterdir()):
+        raise Mistake(f"{path} is a folder with something in it; choose another name, or empty it first")
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(new)
+        os.replace(new, path)
+    except OSError as error:
+        raise Failure(f"{path} could not be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):  # there is nothing to remove unless something went wrong
+            shutil.rmtree(new) if new.is_dir() else new.unlink()
+
+
+def _write_npz(path: Path, arrays: list[np.ndarray]) -> None:
+    with path.open("wb") as file:  # given a name, numpy would add a suffix to it
+        np.savez(file, *arrays)
+
+
+def _write_folder(path: Path, images: Tensor, labels: Tensor | None) -> None:
+    path.mkdir()
+    digits = len(str(len(images) - 1))
+    for i, image in enumerate(images.cpu()):
+        name = f"{i:0{digits}}" if labels is None else f"{i:0{digits}}-class{int(labels[i])}"
+        _picture(image).save(path / f"{name}.png")
+
+
+def _picture(image: Tensor) -> Image.Image:
+    """(1 or 3, H, W) as grey or RGB."""
+    return Image.fromarray(image[0].numpy() if len(image) == 1 else image.permute(1, 2, 0).contiguous().numpy())
+
+
+def _check(images: Tensor, *, written: bool = True) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4 or len(images) == 0:
+        raise Mistake(f"pictures are a uint8 tensor (N, C, H, W) with at least one in it, got {images.dtype} of shape {tuple(images.shape)}")
+    if written and images.shape[1] not in (1, 3):
+        raise Mistake(f"a picture has 1 or 3 channels, got {images.shape[1]}; save to a name ending in .npz instead")

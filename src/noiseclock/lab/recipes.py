@@ -1,0 +1,239 @@
+"""Set-ups by name: everything that decides what a run learns, as one frozen table.
+
+A recipe is what `noiseclock train NAME` runs; every field can be changed on the command line. The ones from papers hold what those print:
+"adaptive paper" is arXiv 2411.09998 (its Tables 7 to 9), "SpeeD" 2405.17403.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from noiseclock.core.clock import Clock
+from noiseclock.core.objectives import OBJECTIVES
+from noiseclock.core.schedules import VARIANCES
+from noiseclock.lab import wording
+from noiseclock.lab.errors import Mistake, choose
+
+OPTIMIZERS = ("adam", "adamw")
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run. A sampler, weighting or schedule is written `name` or `name:option=value,option=value`."""
+
+    # --- what is learned ---
+    data: str = "digits"
+    """digits, mnist, cifar10, folder:PATH or hf:NAME_OR_PATH"""
+    size: int | None = None
+    """side to which folder and hf images are cropped and resized"""
+    flip: bool = False
+    """mirror half of the images"""
+    conditional: bool = False
+    """tell the model the class"""
+    drop_labels: float = 0.1
+    """share of labels withheld, for classifier-free guidance"""
+    # --- the network ---
+    model: str = "unet"
+    """unet or dit"""
+    channels: int = 128
+    """width, of a U-Net's first level"""
+    multipliers: tuple[int, ...] = (1, 2, 2, 2)
+    """width of each U-Net level by the first"""
+    blocks: int = 2
+    """residual blocks of a U-Net level, or a DiT's depth"""
+    attention: tuple[int, ...] = (16,)
+    """heights at which a U-Net attends"""
+    head_channels: int = 0
+    """channels of one attention head; 0 makes one head of all"""
+    patch: int = 2
+    """side of a DiT's patches"""
+    dropout: float = 0.0
+    """its probability"""
+    # --- the diffusion ---
+    schedule: str = "linear"
+    """linear, quadratic, cosine, scaled-linear, edm or flow"""
+    steps: int | None = 1000
+    """T of a discrete schedule"""
+    objective: str = "eps"
+    """eps, x0, v, flow or edm"""
+    sampler: str = "uniform"
+    """which noise levels are trained, e.g. adaptive or speed:k=5"""
+    weighting: str = "constant"
+    """what each noise level's loss counts, e.g. min-snr:gamma=5"""
+    correct: str = "auto"
+    """importance correction: auto, none or importance"""
+    variance: str = "fixed-large"
+    """of ancestral sampling and the likelihood: fixed-large or fixed-small"""
+    # --- the optimiser ---
+    optimizer: str = "adam"
+    """adam or adamw"""
+    lr: float = 2e-4
+    """learning rate"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's"""
+    weight_decay: float = 0.0
+    """decoupled with adamw, an L2 penalty with adam"""
+    batch: int = 128
+    """images of one update, over all processes and micro-batches"""
+    accumulate: int = 1
+    """micro-batches of one update"""
+    updates: int = 100_000
+    """optimiser updates in all"""
+    warmup: int = 0
+    """updates over which the learning rate rises"""
+    clip: float = 1.0
+    """greatest norm of the gradient; 0 does not clip"""
+    ema: float = 0.9999
+    """decay of the averaged weights, which are the ones sampled"""
+    precision: str = "fp32"
+    """fp32 or bf16 (autocast)"""
+    compile: bool = False
+    """torch.compile the model"""
+    seed: int = 0
+    """of weights, order, times and noise"""
+    patience: int = 10
+    """updates in a row that may be lost to a loss that is not finite"""
+    # --- what is seen on the way ---
+    log_every: int = 10
+    """updates between lines of log.jsonl; 0 for never, here and below"""
+    save_every: int = 1000
+    """updates between checkpoints, of which two are kept"""
+    validate_every: int = 1000
+    """updates between losses by noise level on held-out images, at fixed noise"""
+    sample_every: int = 5000
+    """updates between grids of samples"""
+    solver: str = "ddim"
+    """how samples are drawn: ddim, ddpm, heun or dpm++"""
+    solver_steps: int = 50
+    """steps of the solver"""
+    track: tuple[str, ...] = ("tensorboard",)
+    """accelerate's trackers, e.g. tensorboard wandb"""
+
+    def __post_init__(self) -> None:
+        for name, least in {"channels": 1, "batch": 1, "accumulate": 1, "updates": 1, "solver_steps": 1, "patience": 1}.items():
+            if getattr(self, name) < least:
+                raise Mistake(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("warmup", "clip", "log_every", "save_every", "validate_every", "sample_every", "weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise Mistake(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("ema", "drop_labels", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise Mistake(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if not self.lr > 0:
+            raise Mistake(f"lr must be positive, got {self.lr}")
+        if self.batch % self.accumulate:
+            raise Mistake(f"a batch of {self.batch} cannot be split into {self.accumulate} equal micro-batches")
+        known = {"objective": OBJECTIVES, "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": ("unet", "dit")}
+        for name, allowed in known.items():
+            choose(name, getattr(self, name), allowed)
+        self.clock()  # its mistakes are this recipe's
+
+    def clock(self, **place: Any) -> Clock:
+        """The clock that this recipe trains by. place: rank and world_size, where they are not torch.distributed's."""
+        parts = wording.schedule(self.schedule, self.steps), wording.sampler(self.sampler), wording.weighting(self.weighting)
+        try:
+            return Clock(*parts, self.objective, correct=self.correct, seed=self.seed, **place)
+        except (TypeError, ValueError) as error:
+            raise Mistake(str(error)) from error
+
+    def settings(self) -> dict[str, Any]:
+        """The fields as plain values, in order."""
+        return asdict(self)
+
+
+# What may change between two runs of one training: how long it lasts and what is seen on the way.
+FREE = ("updates", "patience", "log_every", "save_every", "validate_every", "sample_every", "solver", "solver_steps", "track")
+FIXED = tuple(f.name for f in fields(Recipe) if f.name not in FREE)
+
+
+class Entry(NamedTuple):
+    """A recipe in the table: what it is, what it needs, and roughly what it costs. missing: why it cannot run yet, if so."""
+
+    recipe: Recipe
+    about: str
+    needs: str
+    cost: str
+    missing: str = ""
+
+
+def _cifar10(schedule: str) -> Entry:
+    recipe = Recipe(
+        data="cifar10", flip=True, dropout=0.1, schedule=schedule, warmup=5000, updates=796_875, precision="bf16",
+        save_every=5000, validate_every=5000, sample_every=20_000, solver="ddpm", solver_steps=1000,
+    )  # fmt: skip
+    return Entry(recipe, f"DDPM on CIFAR-10, {schedule} schedule (adaptive paper, Table 7)", "CIFAR-10, a GPU", "35.7 M parameters, 2040 epochs")
+
+
+_DIT = Recipe(
+    data="folder:PATH", size=64, flip=True, model="dit", channels=1152, blocks=28, head_channels=72, patch=4, optimizer="adamw", lr=1e-4, batch=256,
+    updates=50_000, precision="bf16",
+)  # fmt: skip
+
+RECIPES: dict[str, Entry] = {
+    "digits": Entry(
+        Recipe(
+            data="digits", channels=32, multipliers=(1, 2), blocks=1, attention=(4,), batch=64, lr=1e-3, warmup=100, ema=0.995, updates=2000,
+            save_every=500, validate_every=500, sample_every=500,
+        ),
+        "8x8 digits, comes with scikit-learn", "nothing", "0.5 M parameters, about 3 minutes on 2 cores",
+    ),
+    "mnist": Entry(
+        Recipe(
+            data="mnist", channels=32, multipliers=(1, 2, 2), blocks=2, attention=(7,), batch=128, lr=5e-4, warmup=200, ema=0.999,
+            updates=10_000, sample_every=1000,
+        ),
+        "28x28 handwritten digits", "MNIST", "2 M parameters, hours on a CPU, minutes on a GPU",
+    ),
+    "cifar10-linear": _cifar10("linear"),
+    "cifar10-cosine": _cifar10("cosine"),
+    "cifar10-quadratic": _cifar10("quadratic"),
+    "cifar10-sprint": Entry(
+        Recipe(
+            data="cifar10", flip=True, channels=64, dropout=0.1, warmup=500, updates=20_000, ema=0.999, precision="bf16", save_every=2000,
+            validate_every=2000, sample_every=4000,
+        ),
+        "a CIFAR-10 model in minutes of one large GPU, for comparisons", "CIFAR-10, a GPU", "8.9 M parameters, 20k updates",
+    ),
+    "ffhq-dit": Entry(
+        replace(_DIT, data="folder:data/ffhq"),
+        "DiT-XL on FFHQ as in SpeeD, in pixels at 64x64 until there are latents", "FFHQ images in data/ffhq, GPUs", "675 M parameters, 50k updates",
+    ),
+    "metfaces-dit": Entry(
+        replace(_DIT, data="folder:data/metfaces"),
+        "DiT-XL on MetFaces as in SpeeD, in pixels at 64x64 until there are latents", "MetFaces images in data/metfaces, GPUs",
+        "675 M parameters, 50k updates",
+    ),
+    "celebahq-ldm": Entry(
+        Recipe(
+            data="folder:data/celebahq", size=256, channels=224, multipliers=(1, 2, 3, 4), attention=(32, 16, 8), head_channels=32,
+            schedule="scaled-linear:beta_start=0.0015,beta_end=0.0195", optimizer="adamw", lr=1.92e-4, batch=24, updates=375_000,
+            solver="ddim", solver_steps=200,
+        ),
+        "latent diffusion on CelebA-HQ 256 (adaptive paper, Table 8): latents 64x64x3, 300 epochs", "CelebA-HQ images, an autoencoder, GPUs",
+        "274 M parameters, 375k updates of 24", missing="it trains on latents, and the latent pipeline is not written yet",
+    ),
+    "imagenet-uvit": Entry(
+        Recipe(
+            data="folder:data/imagenet", size=256, conditional=True, model="dit", channels=1152, blocks=12, head_channels=72, schedule="cosine",
+            weighting="min-snr", optimizer="adamw", lr=2e-4, betas=(0.99, 0.99), batch=256, updates=2_100_000, precision="bf16",
+            solver="heun", solver_steps=50,
+        ),
+        "U-ViT on ImageNet 256 (adaptive paper, Table 9): latents 32x32x4, hidden 1152, 16 heads, printed depth 12 (U-ViT-H has 28)",
+        "ImageNet, an autoencoder, GPUs", "2.1 M updates of 256", missing="it trains on latents, and neither they nor U-ViT are written yet",
+    ),
+}  # fmt: skip
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe called `name`, if it can run."""
+    entry = entry_of(name)
+    if entry.missing:
+        raise Mistake(f"the recipe {name!r} is written down but cannot run: {entry.missing}")
+    return entry.recipe
+
+
+def entry_of(name: str) -> Entry:
+    """The entry called `name`."""
+    return RECIPES[choose("recipe", name, RECIPES)]

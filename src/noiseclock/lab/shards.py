@@ -1,0 +1,32 @@
+"""Tensors that FSDP2 has spread over ranks, as if they were whole. Every function here is the identity for ordinary ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def whole(x: Any) -> Any:
+    """The full tensor, on every rank; all ranks must ask. What is no tensor is passed on."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part, sharing memory with it."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def spread(value: Tensor, like: Tensor) -> Tensor:
+    """A full tensor on the device of `like`, and spread as that is, where it has its shape."""
+    if isinstance(like, DTensor) and value.shape == like.shape:
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return value
+
+
+@torch.no_grad()
+def fill_(target: Tensor, value: Tensor) -> None:
+    """Write a full tensor into one that may be spread."""
+    target.copy_(spread(value, target))

@@ -1,0 +1,220 @@
+"""Images one by one, as they lie in a folder or in a Hugging Face dataset: uint8 (3, H, W), always RGB.
+
+Both come in an order of their own hash, not in that of their names: the first n are then a fair sample, where sorted names would give one
+class. The same hash holds some out where there is no test split, so that new files do not move old ones from one split to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from noiseclock.lab.errors import Mistake, choose
+from noiseclock.lab.order import uniforms
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+SPLITS = ("train", "test")
+HELD_OUT = 0.05  # of a set without a test split of its own
+
+
+class Unreadable(Exception):
+    """An image that cannot be decoded, with its place and the reason."""
+
+
+class Source(ABC):
+    """Numbered images. labels: int64 (N,) or None. classes: how many there are, or None."""
+
+    labels: Tensor | None = None
+    classes: int | None = None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def open(self, index: int) -> Image.Image: ...
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """The image's name in a message."""
+
+    @abstractmethod
+    def training(self) -> Source:
+        """The training split of the same set, or this one where there is none."""
+
+    def read(self, index: int, size: tuple[int, int] | None) -> Tensor:
+        """uint8 (3, H, W), cropped to the centre and resized to `size` (H, W) unless that is None; Unreadable where it cannot be decoded."""
+        try:
+            with self.open(index) as image:
+                return to_pixels(image, size)
+        except Exception as error:  # decoders raise nearly any error on a broken file
+            raise Unreadable(f"{self.where(index)} ({error})") from error
+
+
+def to_pixels(image: Image.Image, size: tuple[int, int] | None) -> Tensor:
+    """uint8 (3, H, W), upright as the camera says, transparency dropped, cropped to the centre and resized with Lanczos to `size` (H, W)."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits of grey; Pillow's own conversion cuts off all above 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "P":  # a palette may hold transparent colours, which have no direct way to RGB
+        image = image.convert("RGBA")
+    image = image.convert("RGB")
+    if size is not None:
+        image = fit(image, *size)
+    return torch.from_numpy(np.array(image).transpose(2, 0, 1).copy())
+
+
+def fit(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The largest part in the centre that has the proportions, resized. Cut off first, so that nothing outside shines in at the edges."""
+    scale = min(image.height / height, image.width / width)
+    cut_height, cut_width = max(round(height * scale), 1), max(round(width * scale), 1)
+    top, left = (image.height - cut_height) // 2, (image.width - cut_width) // 2
+    return image.crop((left, top, left + cut_width, top + cut_height)).resize((width, height), Image.Resampling.LANCZOS)
+
+
+def hold_out(hashes: Tensor, split: str) -> Tensor:
+    """Indices of a split, in the order of their hashes: "test" has those below `HELD_OUT`, at least one, and "train" the others."""
+    order = hashes.argsort(stable=True)
+    held = min(max(int((hashes < HELD_OUT).sum()), 1), len(order) - 1)
+    return order[:held] if split == "test" else order[held:]
+
+
+class Folder(Source):
+    """The image files of a split below `root`, at any depth.
+
+    A folder `train` beside `test` or `val` divides them; else a few are held out. Where all files of a split lie in sub-folders, and there is
+    more than one of these, the first level of them are classes, numbered by their sorted names over both splits.
+    """
+
+    def __init__(self, root: Path, split: str) -> None:
+        if not root.is_dir():
+            raise Mistake(f"there is no folder {root}; give the path of a folder with images as folder:PATH")
+        self.set, self.split = root, choose("split", split, SPLITS)
+        train, test = divided(root)
+        self.root = test if split == "test" else train
+        files = {top: image_files(top) for top in {train, test}}
+        mine = files[self.root]
+        if not mine:
+            raise Mistake(f"there is no image ({', '.join(SUFFIXES)}) in {self.root} or below; put some there")
+        hashes = torch.tensor([hash_of(file) for file in mine], dtype=torch.float64)
+        order = hold_out(hashes, split) if train == test else hashes.argsort(stable=True)
+        # one array of bytes: a list of a million strings would be copied into every worker, one reference count after the other
+        self.files = np.array([os.fsencode(file) for file in mine])[order.numpy()]
+        names = sorted({file.partition("/")[0] for found in files.values() for file in found if "/" in file})
+        if len(names) > 1 and all("/" in file for file in mine):
+            number = {name: index for index, name in enumerate(names)}
+            self.labels = torch.tensor([number[file.partition("/")[0]] for file in mine])[order]
+            self.classes = len(names)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def open(self, index: int) -> Image.Image:
+        return Image.open(self.where(index))
+
+    def where(self, index: int) -> str:
+        return str(self.root / os.fsdecode(self.files[index]))
+
+    def training(self) -> Source:
+        return self if self.split == "train" else Folder(self.set, "train")
+
+
+def divided(root: Path) -> tuple[Path, Path]:
+    """The folders of the training and of the test images: one and the same where nothing divides them."""
+    train = root / "train"
+    if not train.is_dir():
+        return root, root
+    return train, next((root / name for name in ("test", "val") if (root / name).is_dir()), train)
+
+
+def image_files(top: Path) -> list[str]:
+    """The image files below `top`, through links and without hidden ones, as relative paths with forward slashes."""
+    found, seen = [], set()
+    for folder, inner, names in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link back up would lead round and round
+            inner.clear()
+            continue
+        seen.add(real)
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        below = "" if folder == str(top) else Path(folder).relative_to(top).as_posix() + "/"
+        found += [below + name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
+    return found
+
+
+def hash_of(file: str) -> float:
+    """In [0, 1), from the relative path alone."""
+    return (int.from_bytes(hashlib.sha256(os.fsencode(file)).digest()[:8]) >> 11) * 2.0**-53
+
+
+class Hub(Source):
+    """A split of a Hugging Face dataset: the first column of images and the first of class labels.
+
+    name: of a local folder, saved by `save_to_disk` or readable by `load_dataset`, or on the hub. Where there is one split only, a few of its
+    images are held out.
+    """
+
+    def __init__(self, name: str, split: str) -> None:
+        import datasets
+
+        found = load_splits(name)
+        alone = len(found) == 1
+        self.name, self.splits = name, SPLITS if alone else tuple(found)
+        self.split = choose(f"split of {name}", split, self.splits)
+        dataset = next(iter(found.values())) if alone else found[split]
+        image = first_column(dataset, datasets.Image)
+        if image is None:
+            raise Mistake(f"{name} has no column of images, only {', '.join(dataset.column_names)}; cast one to datasets.Image")
+        hashes = uniforms(0, "hold out", 0, len(dataset))
+        self.rows = hold_out(hashes, split) if alone else hashes.argsort(stable=True)
+        label = first_column(dataset, datasets.ClassLabel)
+        if label is not None:
+            labels = dataset.select_columns([label])[:][label]
+            # the hub marks what has no label, as in many test splits, by -1 or nothing
+            if all(value is not None and value >= 0 for value in labels):
+                self.labels, self.classes = torch.tensor(labels)[self.rows], dataset.features[label].num_classes
+        self.column = image
+        self.dataset = dataset.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def open(self, index: int) -> Image.Image:
+        found = self.dataset[int(self.rows[index])][self.column]
+        return Image.open(found["path"] if found["bytes"] is None else io.BytesIO(found["bytes"]))
+
+    def where(self, index: int) -> str:
+        return f"row {int(self.rows[index])} of {self.name}"
+
+    def training(self) -> Source:
+        return Hub(self.name, "train") if self.split != "train" and "train" in self.splits else self
+
+
+def load_splits(name: str) -> dict[str, Any]:
+    """The splits of a Hugging Face dataset by name; one that was saved without splits counts as "train"."""
+    import datasets
+
+    path = Path(name).expanduser()
+    if not path.exists() and name.startswith(("/", ".", "~")):
+        raise Mistake(f"there is no folder {path}; give a folder or a name on the Hugging Face hub as hf:NAME_OR_PATH")
+    try:
+        if any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(str(path) if path.exists() else name)
+    except Exception as error:  # of the network, the hub, the cache, a builder ...
+        raise Mistake(f"cannot load the Hugging Face dataset {name} ({str(error).partition(chr(10))[0]}); check its name and the network") from error
+    return dict(found) if isinstance(found, datasets.DatasetDict) else {"train": found}
+
+
+def first_column(dataset: Any, kind: type) -> str | None:
+    """The name of the first column of a type."""
+    return next((name for name, feature in dataset.features.items() if isinstance(feature, kind)), None)

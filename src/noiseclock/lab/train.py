@@ -1,0 +1,474 @@
+"""Training as a generator: one record an update, everything else in the run's folder.
+
+    for record in train(recipe("digits"), "runs/digits"):
+        print(record.step, record.loss)
+
+The folder holds config.json, log.jsonl, checkpoints/ and samples/. Run the same again and it goes on from its last checkpoint: on one CPU the
+result is, bit for bit, that of a run that was never stopped. Under `torchrun` or `accelerate launch` the same call trains on many processes,
+with DDP, or with FSDP2 where `shard` says so; rank 0 writes.
+
+What is drawn depends on (seed, update) alone: order and flips of the images, withheld labels, times. Noise and dropout are streams that are saved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from noiseclock.core.adaptive import Adaptive
+from noiseclock.core.clock import Clock
+from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.measure import loss_over_time
+from noiseclock.core.samplers import Sampler
+from noiseclock.core.uncertainty import Uncertainty
+from noiseclock.lab import checkpoint, pictures
+from noiseclock.lab.data import Files, Images, batches, head, load
+from noiseclock.lab.ema import EMA
+from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.folder import Log, difference, lock, write_json
+from noiseclock.lab.generate import generate
+from noiseclock.lab.interrupt import Wish, listening
+from noiseclock.lab.models import build, time_scale
+from noiseclock.lab.order import uniforms
+from noiseclock.lab.recipes import FIXED, Recipe
+from noiseclock.lab.shards import spread, whole
+
+PACKAGES = ("noiseclock", "torch", "numpy", "diffusers", "accelerate", "safetensors", "scikit-learn", "datasets")
+VALIDATION, TIMES = 512, 50  # held-out images, and times at which their loss is taken
+GRID = 64  # samples in a picture
+
+
+@dataclass(frozen=True)
+class Record:
+    """One update.
+
+    step: its number, from 1. loss: the mean weighted loss of this rank. norm: of the gradient, before clipping. lr: the learning rate. images: seen
+    so far by all ranks. seconds: of training so far; validation, samples and checkpoints do not count. skipped: updates lost so far because the
+    gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    lr: float
+    images: int
+    seconds: float
+    skipped: int
+    sampler: str = ""
+
+
+def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shard: bool = False) -> Iterator[Record]:
+    """Train, or go on training, into `folder`; yields after every update.
+
+    device: "cpu", "cuda" or none for what there is. shard: spread the model over the ranks (FSDP2). Ctrl-C and SIGTERM end it after the update
+    under way, with a checkpoint; the first raises KeyboardInterrupt, the second SystemExit(143). So does closing the generator, without raising.
+    """
+    with ExitStack() as stack:
+        accelerator = Accelerator(cpu=device == "cpu", log_with=_trackers(recipe), project_dir=str(folder))
+        with all_or_none(accelerator):
+            if accelerator.is_main_process:
+                stack.enter_context(lock(folder))
+                load(recipe.data, size=recipe.size)  # which may download: once
+        with all_or_none(accelerator):
+            run = Run(recipe, Path(folder), accelerator, shard)
+        yield from run.updates(stack.enter_context(listening()))
+
+
+class Run:
+    """One training: what it trains, with what, and where it is."""
+
+    def __init__(self, recipe: Recipe, folder: Path, accelerator: Accelerator, shard: bool) -> None:
+        self.recipe, self.folder, self.accelerator = recipe, folder, accelerator
+        self.device: torch.device = accelerator.device
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        parts = self.world * recipe.accumulate
+        if recipe.batch % parts:
+            raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
+        self.data, self.held_out = load(recipe.data, size=recipe.size), load(recipe.data, split="test", size=recipe.size)
+        self.clock = recipe.clock(rank=self.rank, world_size=self.world)
+        torch.manual_seed(recipe.seed)  # the same weights on every rank
+        self.net = network(recipe, self.data, self.clock).to(self.device)
+        torch.manual_seed(recipe.seed * 1000 + self.rank)  # dropout: other for every rank
+        self.predict: nn.Module = self._wrapped(shard)
+        parameters = list(self.net.parameters())
+        if isinstance(self.clock.weighting, Uncertainty):
+            parameters += self.clock.weighting.to(self.device).parameters()
+        make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = make(
+            parameters, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=self.device.type == "cuda"
+        )
+        self.clock.attach(self.optimizer, model=self.net)
+        self.ema = EMA(self.net, recipe.ema)
+        self.step, self.skipped, self.seconds = 0, 0, 0.0
+        self._lost_in_a_row, self._learned = 0, ""
+        self._resume()
+
+    def _wrapped(self, shard: bool) -> nn.Module:
+        predict: nn.Module = self.net
+        if shard:
+            if not dist.is_initialized():
+                raise Mistake("shard spreads a model over processes, and there is one; start it with torchrun or accelerate launch")
+            for block in blocks(self.net):
+                fully_shard(block)
+            fully_shard(self.net)
+        if self.recipe.compile:
+            predict = torch.compile(self.net)  # type: ignore[assignment]
+        if self.world > 1 and not shard:
+            predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        return predict
+
+    # --- state --------------------------------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Go on from the last checkpoint in the folder, or begin."""
+        config, mine = self.folder / "config.json", {name: self.recipe.settings()[name] for name in FIXED}
+        if config.exists():
+            theirs = json.loads(config.read_text())["settings"]
+            if changes := difference(mine, {name: theirs.get(name) for name in FIXED}):
+                raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
+        if checkpoint.steps(self.folder):
+            self.step, state = checkpoint.load(self.folder)
+            self._load(state)
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(config, {"settings": self.recipe.settings(), "made with": surroundings(self.device, self.world)})
+
+    def _state(self) -> dict[str, Any]:
+        """What a resumed run needs; the same on every rank."""
+        mine = {"clock": self.clock.state_dict(), "random": _random_state(self.device)}
+        ranks: list[Any] = [None] * self.world
+        if self.world > 1:
+            dist.all_gather_object(ranks, mine)
+        else:
+            ranks = [mine]
+        groups = self.optimizer.state_dict()
+        moments = {i: {name: whole(value) for name, value in moment.items()} for i, moment in groups["state"].items()}
+        return {
+            "settings": self.recipe.settings(),
+            "model": {name: whole(value) for name, value in self.net.state_dict().items()},
+            "ema": self.ema.state_dict(),
+            "optimizer": {"state": moments, "param_groups": groups["param_groups"]},
+            "ranks": ranks,
+            "skipped": self.skipped,
+            "seconds": self.seconds,
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        parameters = dict(self.net.state_dict())
+        with torch.no_grad():
+            for name, value in state["model"].items():
+                parameters[name].copy_(spread(value, parameters[name]))
+        self.ema.load_state_dict(state["ema"])
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        moments = {i: {name: spread(value, trained[i]) for name, value in moment.items()} for i, moment in state["optimizer"]["state"].items()}
+        self.optimizer.load_state_dict({"state": moments, "param_groups": state["optimizer"]["param_groups"]})
+        same = len(state["ranks"]) == self.world
+        mine = state["ranks"][self.rank if same else 0]
+        self.clock.load_state_dict(mine["clock"])  # last, because loading an optimiser is no update
+        if same:
+            _set_random_state(mine["random"], self.device)
+        self.skipped, self.seconds = state["skipped"], state["seconds"]
+
+    def save(self) -> None:
+        """Write a checkpoint; all ranks must."""
+        state = self._state()
+        with all_or_none(self.accelerator):
+            if self.accelerator.is_main_process:
+                checkpoint.save(self.folder, self.step, state)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------------------------
+
+    def updates(self, wish: Wish) -> Iterator[Record]:
+        """Train to the end, or until the wish to stop."""
+        recipe, saved = self.recipe, self.step
+        log = Log(self.folder / "log.jsonl") if self.accelerator.is_main_process else None
+        stream = self._stream()
+        try:
+            if log is not None:
+                log.truncate_after(self.step)
+                self.accelerator.init_trackers("noiseclock", config=_flat(recipe.settings()))
+            while self.step < recipe.updates:
+                start = time.perf_counter()
+                record = self._update(stream)
+                self.seconds += time.perf_counter() - start
+                logged = record.step == 1 or _due(record.step, recipe.log_every)
+                self._learned = state_of(self.clock.sampler) if logged else self._learned
+                record = replace(record, seconds=self.seconds, sampler=self._learned)
+                if log is not None and logged:
+                    log.write({"kind": "train", **asdict(record)})
+                    self.accelerator.log({"loss": record.loss, "norm": record.norm, "lr": record.lr}, step=record.step)
+                last = self.step == recipe.updates
+                if _due(self.step, recipe.validate_every) or (last and recipe.validate_every):
+                    self._validate(log)
+                if _due(self.step, recipe.sample_every) or (last and recipe.sample_every):
+                    self._sample()
+                stop = self._agreed(wish)
+                if _due(self.step, recipe.save_every) or last or stop:
+                    if log is not None:
+                        log.sync()
+                    self.save()
+                    saved = self.step
+                yield record
+                if stop:
+                    raise KeyboardInterrupt if stop == 2 else SystemExit(128 + stop)
+        except GeneratorExit:
+            if saved < self.step:
+                self.save()
+            raise
+        finally:
+            stream.close()
+            if log is not None:
+                log.close()
+            self.accelerator.end_training()
+
+    def _stream(self) -> Any:
+        recipe = self.recipe
+        size = recipe.batch // (self.world * recipe.accumulate)
+        flip, start = recipe.flip, self.step * recipe.accumulate
+        return batches(
+            self.data, size, seed=recipe.seed, start=start, rank=self.rank, world_size=self.world, device=self.device, flip=flip
+        )  # fmt: skip
+
+    def _update(self, stream: Iterator[tuple[Tensor, Tensor | None]]) -> Record:
+        recipe = self.recipe
+        self.net.train()
+        lr = recipe.lr * min(1.0, (self.step + 1) / max(recipe.warmup, 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        losses = []
+        for micro in range(recipe.accumulate):
+            x0, labels = next(stream)
+            cond = self._condition(labels, micro)
+            with self._synchronised(micro == recipe.accumulate - 1), self._autocast():
+                b = self.clock.draw(x0, predict=self.predict, cond=cond, micro=(micro, recipe.accumulate))
+                prediction = self.predict(b.x_t, b.t) if cond is None else self.predict(b.x_t, b.t, cond)
+                loss = self.clock.loss(b, prediction).mean() / recipe.accumulate
+                loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        norm = self._clipped()
+        finite = math.isfinite(norm)  # it is the same on all ranks, and an infinite loss makes it so
+        if finite:
+            self.optimizer.step()
+        else:
+            self.clock.updated(skipped=True)
+        self.optimizer.zero_grad()
+        self.step += 1
+        self._count_lost(finite)
+        if finite:
+            self.ema.update(self.net, self.step)
+        return Record(self.step, float(torch.stack(losses).sum()), norm, lr, self.step * recipe.batch, 0.0, self.skipped)
+
+    def _condition(self, labels: Tensor | None, micro: int) -> Tensor | None:
+        """(B,) the labels that the model is told, some replaced by the one for none."""
+        if not self.recipe.conditional:
+            return None
+        assert labels is not None
+        size = len(labels)
+        first = ((self.step * self.recipe.accumulate + micro) * self.world + self.rank) * size
+        dropped = uniforms(self.recipe.seed, "labels", first, size) < self.recipe.drop_labels
+        return torch.where(dropped.to(labels.device), self.net.null, labels)
+
+    def _clipped(self) -> float:
+        """The norm of the gradient, before it is clipped."""
+        others = list(self.clock.weighting.parameters()) if isinstance(self.clock.weighting, Uncertainty) else []
+        if self.world > 1:
+            for p in others:  # DDP knows the network alone
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad /= self.world
+        norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip or math.inf)
+        return float(whole(norm))
+
+    def _count_lost(self, finite: bool) -> None:
+        self._lost_in_a_row = 0 if finite else self._lost_in_a_row + 1
+        self.skipped += not finite
+        if self._lost_in_a_row >= self.recipe.patience:
+            good = checkpoint.newest(self.folder)
+            kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+            raise Failure(
+                f"the gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; {kept}. "
+                "Lower lr, or raise warmup, or use precision fp32"
+            )
+
+    @contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        """Gradients of all but the last micro-batch stay on their rank."""
+        if isinstance(self.net, FSDPModule):
+            self.net.set_requires_gradient_sync(last)
+        no_sync = self.predict.no_sync() if isinstance(self.predict, DistributedDataParallel) and not last else nullcontext()
+        with no_sync:
+            yield
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")
+
+    def _agreed(self, wish: Wish) -> int:
+        """The signal that any rank has seen, 0 for none: they must stop after the same update."""
+        if self.world == 1:
+            return wish.signal or 0
+        seen = torch.tensor(wish.signal or 0, device=self.device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        return int(seen)
+
+    # --- what is seen on the way --------------------------------------------------------------------------------------------------------
+
+    def averaged(self) -> Any:
+        """The network with the averaged weights, whole, in evaluation mode; all ranks must ask."""
+        weights = self.ema.state_dict()
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            net = network(self.recipe, self.data, self.clock)
+        net.load_state_dict({**{name: whole(value) for name, value in self.net.state_dict().items()}, **weights})
+        return net.to(self.device).eval()
+
+    def _validate(self, log: Log | None) -> None:
+        """The loss by noise level on held-out images at fixed noise, and the density that is sampled now."""
+        net = self.averaged()
+        if log is not None:
+            x0, labels = head(self.held_out, VALIDATION, self.device)
+            cond = labels if self.recipe.conditional else None
+            with self._autocast():
+                found = loss_over_time(self.clock, net, x0, cond=cond, times=TIMES, seed=self.recipe.seed)
+            curves = self.clock.plot_data()
+            every = max(len(curves.p) // TIMES, 1)
+            density = {"density_time": curves.time[::every].tolist(), "density": curves.p[::every].tolist()}
+            mean = float(found.weighted.mean())
+            log.write(
+                {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": mean, "loss": float(found.loss.mean()),
+                 "time": found.time.tolist(), "loss_by_time": found.loss.tolist(), **density}
+            )  # fmt: skip
+            self.accelerator.log({"validation": float(found.loss.mean())}, step=self.step)
+        self.accelerator.wait_for_everyone()
+
+    def _sample(self) -> None:
+        net = self.averaged()
+        if self.accelerator.is_main_process:
+            images = sampled(net, self.recipe, self.clock, self.data, GRID, device=self.device)
+            target = self.folder / "samples" / f"step-{self.step:08d}.png"
+            target.parent.mkdir(exist_ok=True)
+            target.unlink(missing_ok=True)
+            pictures.save(images, target)
+        self.accelerator.wait_for_everyone()
+
+
+def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
+    """The network of a recipe, for its data."""
+    if recipe.conditional and data.classes is None:
+        raise Mistake(f"{data.name} has no classes, so a model of it cannot be conditional")
+    return build(
+        recipe.model, data.shape, classes=data.classes if recipe.conditional else None, channels=recipe.channels, multipliers=recipe.multipliers,
+        blocks=recipe.blocks, attention=recipe.attention, head_channels=recipe.head_channels, patch=recipe.patch, dropout=recipe.dropout,
+        time_scale=time_scale(clock.schedule),
+    )  # fmt: skip
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a network that are gathered one at a time when it is sharded: what its outermost lists hold."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else blocks(child)
+
+
+def sampled(
+    net: Any, recipe: Recipe, clock: Clock, data: Images | Files, n: int, *, seed: int = 0, guidance: float = 1.0,
+    solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
+) -> Tensor:  # fmt: skip
+    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn."""
+    labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
+    null = net.null if labels is not None else None
+    solver, steps = solver or recipe.solver, min(steps or recipe.solver_steps, clock.schedule.steps or 10**9)
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+        return generate(
+            net, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
+            guidance=guidance, null=null, device=device, variance=recipe.variance, progress=progress,
+        )  # fmt: skip
+
+
+def state_of(sampler: Sampler) -> str:
+    """What a sampler has learned, in a few words; reads the device."""
+    if isinstance(sampler, Adaptive):
+        info = sampler.info
+        quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
+        return f"{info['probes']} probes{quality}, entropy {info['entropy']:.3f}"
+    return f"effective sample size {sampler.ess():.0%}" if isinstance(sampler, LearnedDensity) and sampler.corrects else ""
+
+
+def surroundings(device: torch.device, world: int) -> dict[str, Any]:
+    """What a run was made with: versions, machine, and the commit of the code, where there is one."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    git = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "processes": world,
+        "git": git.stdout.strip() or None,
+    }
+
+
+@contextmanager
+def all_or_none(accelerator: Accelerator) -> Iterator[None]:
+    """An error of one rank ends all of them: the others would wait for it forever."""
+    error: Exception | None = None
+    try:
+        yield
+    except (Mistake, Failure) as caught:
+        error = caught
+    if accelerator.num_processes > 1:
+        failed = torch.tensor(int(error is not None), device=accelerator.device)
+        dist.all_reduce(failed)
+        if int(failed) and error is None:
+            raise SystemExit(1)  # the rank that failed says why
+    if error is not None:
+        raise error
+
+
+def _trackers(recipe: Recipe) -> list[str]:
+    from accelerate.tracking import get_available_trackers
+
+    there = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
+    for name in recipe.track:
+        if name not in there:
+            raise Mistake(f"the tracker {name!r} is not installed; installed: {', '.join(there) or 'none'}")
+    return list(recipe.track)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as trackers take them."""
+    return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in settings.items()}
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,130 @@
+"""A training that has been run, opened again to be looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from noiseclock.core.clock import Clock
+from noiseclock.core.measure import LossOverTime
+from noiseclock.core.schedules import Discrete
+from noiseclock.lab import checkpoint
+from noiseclock.lab.data import Files, Images, load
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
+from noiseclock.lab.folder import write_json
+from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.train import network, sampled
+
+
+class Trained(NamedTuple):
+    """A recipe, the network with its averaged weights in evaluation mode, the clock as it was, the training data, and the update it has reached."""
+
+    recipe: Recipe
+    net: Any
+    clock: Clock
+    data: Images | Files
+    step: int
+
+
+def opened(folder: str | Path, *, step: int | None = None, device: str | torch.device = "cpu") -> Trained:
+    """The training in `folder` at its newest checkpoint, or at that of `step`."""
+    config = Path(folder) / "config.json"
+    if not config.is_file():
+        raise Mistake(f"{folder} holds no training: there is no {config}")
+    recipe = recipe_of(json.loads(config.read_text())["settings"])
+    step, state = checkpoint.load(folder, step)
+    data = load(recipe.data, size=recipe.size)
+    clock = recipe.clock(rank=0, world_size=1)
+    clock.load_state_dict(state["ranks"][0]["clock"])
+    net = network(recipe, data, clock)
+    net.load_state_dict({**state["model"], **state["ema"]})
+    return Trained(recipe, net.to(device).eval(), clock, data, step)
+
+
+def recipe_of(settings: Mapping[str, Any]) -> Recipe:
+    """The recipe that was written to a config.json, where tuples are lists."""
+    known = {f.name for f in fields(Recipe)}
+    if unknown := set(settings) - known:
+        raise Mistake(f"config.json has settings that this version does not know: {', '.join(sorted(unknown))}")
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return Recipe(**values)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found of a training at one update; None for what was left out."""
+
+    step: int
+    scores: Scores | None
+    bits: BitsPerDim | None
+    curve: LossOverTime
+    held_out: int
+
+    def text(self) -> str:
+        """Every figure with what it was measured on."""
+        lines = [f"averaged weights at update {self.step:,}"]
+        lines += [str(part) for part in (self.scores, self.bits) if part is not None]
+        lines.append(f"loss by noise level ({self.held_out} held-out images, fixed noise; time from clean to noise)")
+        for times, losses in zip(np.array_split(self.curve.time, 10), np.array_split(self.curve.loss, 10), strict=True):
+            lines.append(f"  {times[0]:.2f} to {times[-1]:.2f}   {losses.mean():.5f}")
+        return "\n".join(lines)
+
+    def write(self, folder: Path) -> Path:
+        """Write it to FOLDER/evaluations; returns the file."""
+        parts = [f"step-{self.step:08d}"]
+        if self.scores is not None:
+            parts += [f"{self.scores.solver}-{self.scores.steps}", f"{self.scores.count}"]
+        target = folder / "evaluations" / ("-".join(parts) + ".json")
+        target.parent.mkdir(exist_ok=True)
+        curve = {"time": self.curve.time.tolist(), "loss": self.curve.loss.tolist(), "images": self.held_out}
+        both = {"scores": self.scores, "bits": self.bits}
+        write_json(target, {"step": self.step, "curve": curve, **{name: part and asdict(part) for name, part in both.items()}})
+        return target
+
+
+def evaluated(
+    run: Trained,
+    *,
+    samples: int = 10_000,
+    reference_split: str = "train",
+    solver: str | None = None,
+    steps: int | None = None,
+    guidance: float = 1.0,
+    vlb_images: int = 500,
+    vlb_steps: int | None = 100,
+    resize: str = "pytorch",
+    seed: int = 0,
+    batch: int = 256,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Measure a training: distances of `samples` pictures from a split of its data, bits per dimension and loss on held-out images.
+
+    The bound takes `vlb_steps` steps for each of `vlb_images` images, or all of them; it needs a discrete schedule, and is left out elsewhere.
+    """
+    recipe = run.recipe
+    held_out = load(recipe.data, split="test", size=recipe.size)
+    scores = bits = None
+    if samples:
+        data = run.data if reference_split == "train" else load(recipe.data, split=reference_split, size=recipe.size)
+        network_seeing = network_for(data.name, resize=resize)  # first, because it may be missing, and samples take long
+        solver, steps = solver or recipe.solver, steps or recipe.solver_steps
+        images = sampled(
+            run.net, recipe, run.clock, run.data, samples, seed=seed, guidance=guidance, solver=solver, steps=steps, batch=batch, device=device,
+            progress=progress,
+        )  # fmt: skip
+        scores = compare_images(images, data, network=network_seeing, solver=solver, steps=steps, batch=batch, device=device)
+    if vlb_images and isinstance(run.clock.schedule, Discrete):
+        bits = bits_per_dim(
+            run.net, run.clock.schedule, run.clock.objective, held_out, n=vlb_images, batch=batch, steps=vlb_steps, variance=recipe.variance,
+            conditional=recipe.conditional, device=device,
+        )  # fmt: skip
+    curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=recipe.conditional, device=device)
+    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)))

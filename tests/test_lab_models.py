@@ -1,0 +1,247 @@
+"""Networks: parameter counts of the papers, a reference implementation, labels and times that reach them."""
+
+import copy
+
+import pytest
+import torch
+from diffusers import DiTTransformer2DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+
+import noiseclock as nc
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.models import DIT, build, count, time_scale
+
+SMALL = {
+    "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
+    "dit": {"channels": 32, "blocks": 2, "head_channels": 16},
+}
+every_kind = pytest.mark.parametrize("kind", SMALL)
+
+
+def small(kind: str, shape=(3, 8, 8), *, seed=0, **options):
+    """A model whose weights are random throughout, because a fresh one predicts zero."""
+    torch.manual_seed(seed)
+    model = build(kind, shape, **{**SMALL[kind], **options})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def noise(*shape: int, seed=0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "parameters"),
+    [
+        # DDPM (2006.11239, appendix B): 35.7 M; this is the exact number in the released CIFAR-10 weights
+        ((3, 32, 32), {"channels": 128, "dropout": 0.1}, 35_746_307),
+        # shared/measurements.md: 8.9 M
+        ((3, 32, 32), {"channels": 64, "dropout": 0.1}, 8_952_067),
+        # LDM (2112.10752, table 12, CelebA-HQ): 274 M; the released code prints 274.06 M
+        ((3, 64, 64), {"channels": 224, "multipliers": (1, 2, 3, 4), "attention": (32, 16, 8), "head_channels": 32}, 274_056_163),
+    ],
+)
+def test_unets_have_the_papers_sizes(shape, options, parameters):
+    with torch.device("meta"):
+        assert count(build("unet", shape, **options)) == parameters
+
+
+@pytest.mark.parametrize(("size", "millions"), [("S", 33), ("B", 130), ("L", 458), ("XL", 675)])
+def test_dits_have_the_papers_sizes(size, millions):
+    """2212.09748, table 1, patches of 2, 32×32×4 latents, 1000 classes; theirs predict a variance too, p²·C rows more in the last layer."""
+    with torch.device("meta"):
+        model = build("dit", (4, 32, 32), classes=1000, **DIT[size])
+    variance = model.patch**2 * 4 * (model.out.in_features + 1)
+    assert round((count(model) + variance) / 1e6) == millions
+
+
+@pytest.mark.parametrize(("head_channels", "heads"), [(0, {1}), (8, {4, 6})])
+def test_attention_is_where_it_was_asked_for_and_in_the_middle(head_channels, heads):
+    model = build("unet", (1, 16, 16), channels=16, multipliers=(1, 2, 3), blocks=1, attention=(8,), head_channels=head_channels)
+    layers = {name.rpartition(".attentions")[0]: module for name, module in model.net.named_modules() if isinstance(module, Attention)}
+    assert set(layers) == {"down_blocks.1", "mid_block", "up_blocks.1"}
+    assert {layer.heads for layer in layers.values()} == heads
+
+
+@pytest.mark.parametrize("channels", [16, 20, 48, 64])
+def test_group_norm_takes_the_largest_number_of_groups_that_fits(channels):
+    model = build("unet", (1, 8, 8), channels=channels, multipliers=(1, 2), blocks=1, attention=())
+    groups = {module.num_groups for module in model.modules() if isinstance(module, nn.GroupNorm)}
+    assert groups == {{16: 16, 20: 20, 48: 24, 64: 32}[channels]}
+    assert model(noise(2, 1, 8, 8), torch.tensor([0, 9])).shape == (2, 1, 8, 8)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_dropout_reaches_every_residual_block(p):
+    blocks = [module for module in small("unet", dropout=p).modules() if isinstance(module, ResnetBlock2D)]
+    assert len(blocks) == 2 + 2 + 2 * 2  # down, middle, up with one more for each level
+    assert {block.dropout.p for block in blocks} == {p}
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_dit_agrees_with_diffusers():
+    """The same weights in diffusers' DiTTransformer2DModel, which keeps a copy of the embeddings in every block and splits q, k and v."""
+    ours = small("dit", (3, 8, 8), classes=5).eval()
+    theirs = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=3, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=5, norm_eps=1e-6
+    ).eval()
+    pairs = {theirs.pos_embed.proj: ours.tokens, theirs.proj_out_1: ours.modulation, theirs.proj_out_2: ours.out}
+    for their, our in zip(theirs.transformer_blocks, ours.blocks, strict=True):
+        # DiT's own frequencies: diffusers puts 127 gaps between them where DiT has 128, which is 7 % at the slowest
+        their.norm1.emb.time_proj.downscale_freq_shift = 0
+        their.norm1.emb.class_embedder.embedding_table.weight.data = ours.label.weight.data
+        pairs |= {their.norm1.emb.timestep_embedder.linear_1: ours.time[0], their.norm1.emb.timestep_embedder.linear_2: ours.time[2]}
+        pairs |= {their.norm1.linear: our.modulation, their.attn1.to_out[0]: our.mix, their.ff.net[0].proj: our.mlp[0], their.ff.net[2]: our.mlp[3]}
+        for projection, weight, bias in zip(
+            (their.attn1.to_q, their.attn1.to_k, their.attn1.to_v), our.qkv.weight.chunk(3), our.qkv.bias.chunk(3), strict=True
+        ):
+            projection.weight.data, projection.bias.data = weight, bias
+    for their, our in pairs.items():
+        their.weight.data, their.bias.data = our.weight.data, our.bias.data
+    x, t, labels = noise(6, 3, 8, 8), torch.tensor([0, 1, 10, 500, 998, 999]), torch.tensor([0, 1, 2, 3, 4, 5])
+    with torch.no_grad():
+        expected = theirs(x, t, labels).sample
+        # a few hundred float32 operations on values of order one, each rounded at 6e-8
+        assert (ours(x, t, labels) - expected).abs().max() < 1e-5
+        assert expected.std() > 0.1
+
+
+def test_the_unet_is_diffusers_own():
+    model = small("unet").eval()
+    x, t = noise(2, 3, 8, 8), torch.tensor([3, 700])
+    assert torch.equal(model(x, t), model.net(x, t).sample)
+
+
+@every_kind
+def test_a_fresh_model_predicts_zero_and_learns(kind):
+    model = build(kind, (1, 8, 8), **SMALL[kind])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x, t, target = noise(4, 1, 8, 8), torch.arange(4), noise(4, 1, 8, 8, seed=1)
+    assert model(x, t).abs().max() == 0
+    losses = []
+    for _ in range(30):
+        losses.append((model(x, t) - target).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # four pictures are to be learned by heart: through the output alone, nothing but a mean could be
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@every_kind
+def test_labels_and_their_absence(kind):
+    model = small(kind, classes=4)  # in training mode: diffusers' own DiT would drop labels at random here
+    x, t = noise(4, 3, 8, 8), torch.full((4,), 20)
+    labels = torch.arange(4)
+    assert model.null == 4
+    assert torch.equal(model(x, t, labels), model(x, t, labels))
+    assert torch.equal(model(x, t), model(x, t, torch.full((4,), model.null)))
+    assert (model(x, t, labels) - model(x, t)).abs().amax((1, 2, 3)).min() > 1e-3
+    with pytest.raises(Mistake, match="knows no classes"):
+        small(kind)(x, t, labels)
+
+
+@every_kind
+def test_the_state_can_be_saved_and_a_copy_stands_alone(kind):
+    model = small(kind, classes=3)
+    state = model.state_dict()
+    assert len({tensor.data_ptr() for tensor in state.values()}) == len(state)  # safetensors refuses tensors that share memory
+    assert sum(tensor.numel() for tensor in state.values()) == count(model)
+    twin = copy.deepcopy(model)
+    x, t = noise(2, 3, 8, 8), torch.tensor([5, 6])
+    assert torch.equal(model(x, t), twin(x, t))
+    for parameter in twin.parameters():
+        nn.init.zeros_(parameter)
+    assert model(x, t).abs().max() > 0
+
+
+# --- times --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule", [nc.schedule("flow"), nc.schedule("flow", condition_scale=1000.0), nc.schedule("edm"), nc.schedule("edm", sigma_max=20)]
+)
+def test_continuous_times_span_a_thousand_units(schedule):
+    ends = schedule.condition(torch.tensor([0.0, 1.0], dtype=torch.float64)).double()
+    assert float((ends[1] - ends[0]) * time_scale(schedule)) == pytest.approx(1000, rel=1e-6)  # the conditions are float32
+
+
+@pytest.mark.parametrize("steps", [100, 1000, 4000])
+def test_steps_are_told_as_they_are(steps):
+    assert time_scale(nc.schedule("cosine", steps=steps)) == 1
+
+
+@every_kind
+def test_the_time_is_scaled_before_it_is_embedded(kind):
+    x = noise(3, 3, 8, 8)
+    plain, stretched = small(kind), small(kind, time_scale=1000.0)
+    u = torch.tensor([0.0, 0.25, 0.875])  # their thousandfold is exact
+    assert torch.equal(stretched(x, u), plain(x, (u * 1000).long()))
+    # unscaled, a quarter of the flow moves the prediction far less than its scaled self does
+    moved, barely = ((model(x[:1], torch.tensor([0.75])) - model(x[:1], torch.tensor([0.5]))).abs().mean() for model in (stretched, plain))
+    assert moved > 2 * barely
+
+
+# --- shapes and mistakes ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dit_keeps_every_patch_in_its_place():
+    """With its blocks at their start, the identity, a pixel can only reach its own patch; pictures need not be square."""
+    model = build("dit", (2, 8, 12), channels=16, blocks=1, patch=4)
+    nn.init.normal_(model.out.weight)
+    nn.init.normal_(model.modulation.weight)
+    x, t = noise(1, 2, 8, 12), torch.tensor([3])
+    before = model(x, t)
+    x[0, 1, 5, 6] += 1
+    changed = ((model(x, t) - before).abs() > 1e-6).any(1)[0]
+    expected = torch.zeros(8, 12, dtype=torch.bool)
+    expected[4:8, 4:8] = True
+    assert torch.equal(changed, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "options"),
+    [
+        ("unet", (1, 28, 28), {"multipliers": (1, 2, 2), "attention": (7,)}),  # MNIST: 28, 14, 7
+        ("unet", (3, 8, 16), {"attention": (8,)}),
+        ("unet", (1, 5, 7), {"multipliers": (1,), "attention": (5,)}),
+        ("dit", (1, 28, 28), {"patch": 4}),
+        ("dit", (4, 6, 8), {"head_channels": 0}),
+    ],
+)
+def test_shapes_that_work(kind, shape, options):
+    out = small(kind, shape, **options)(noise(2, *shape), torch.tensor([0, 1]))
+    assert out.shape == (2, *shape)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("vit", {}, "unknown kind of model 'vit'; known: dit, unet"),
+        ("unet", {"shape": (8, 8)}, r"shape \(channels, height, width\)"),
+        ("unet", {"shape": (1, 8, 9)}, "sides must be multiples of 2, got 8×9"),
+        ("unet", {"multipliers": (1, 2, 2, 2, 2)}, "sides must be multiples of 16"),
+        ("unet", {"multipliers": ()}, "one for each level"),
+        ("unet", {"attention": (16,)}, "attention at height 16 never happens; this U-Net works at heights 8, 4"),
+        ("unet", {"head_channels": 5}, "must divide the width of every level that attends"),
+        ("unet", {"channels": 15}, "even number"),
+        ("unet", {"dropout": 1.0}, "dropout"),
+        ("unet", {"blocks": 0}, "at least one block"),
+        ("unet", {"classes": 0}, "classes must be at least 1"),
+        ("dit", {"patch": 3}, "patches of 3×3 do not tile"),
+        ("dit", {"channels": 30}, "multiple of 4"),
+        ("dit", {"head_channels": 12}, "must divide channels=32"),
+    ],
+)
+def test_mistakes_are_named(kind, options, message):
+    with pytest.raises(Mistake, match=message):
+        build(kind, **{"shape": (1, 8, 8), **SMALL.get(kind, {}), **options})
