@@ -1,0 +1,255 @@
+"""Every method, seed and learning rate under one recipe, into one folder of results.
+
+    for event in compare("digits", recipe("digits"), ["uniform", "min-snr", "adaptive"], seeds=[0, 1, 2], folder="results/digits"): ...
+
+A cell is one training: a method, a learning rate and a seed. Cells of one seed see the same images in the same order and start from the same
+weights. A cell that is finished is never run again, one that was killed goes on from its checkpoint. Several processes, on several machines even,
+may work on one folder at a time: each cell is locked by the one that runs it. The layout of the folder is told in `lab/results.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from noiseclock.lab import checkpoint
+from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
+from noiseclock.lab.methods import applied
+from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.surroundings import surroundings
+from noiseclock.lab.train import Record, train
+from noiseclock.lab.trained import Evaluation, evaluated, opened
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared, and how it is looked at.
+
+    recipe: its name. base: the recipe itself, whose sampler, weighting, learning rate and seed the cells replace. methods: the first is the
+    baseline. every: updates between evaluations. samples: pictures in each, 0 for none. vlb_images: for bits per dimension, 0 for none.
+    """
+
+    recipe: str
+    base: Recipe
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    lrs: tuple[float, ...]
+    every: int
+    samples: int = 1000
+    vlb_images: int = 100
+    vlb_steps: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("methods", "seeds", "lrs"):
+            values = getattr(self, name)
+            if not values:
+                raise Mistake(f"a comparison needs at least one of its {name}")
+            if len(set(values)) < len(values):
+                raise Mistake(f"the {name} of a comparison must differ, got {', '.join(map(str, values))}")
+        if self.every < 1 or self.base.updates % self.every:
+            raise Mistake(f"evaluations every {self.every} updates do not end with the last of {self.base.updates}; choose a divisor of it")
+        for cell in self.cells():
+            cell.recipe(self)  # its mistakes are this plan's
+
+    def cells(self) -> list[Cell]:
+        """All of them, in the order in which they are run: whole seeds first, so that a comparison cut short still compares."""
+        return [Cell(method, lr, seed) for seed, lr, method in product(self.seeds, self.lrs, self.methods)]
+
+    def config(self) -> dict[str, Any]:
+        """What compare.json holds, apart from where it was made."""
+        mine = {name: value for name, value in asdict(self).items() if name not in ("base", "recipe")}
+        return {"version": VERSION, "recipe": self.recipe, "settings": self.base.settings(), **mine, "baseline": self.methods[0]}
+
+
+class Cell(NamedTuple):
+    """One training."""
+
+    method: str
+    lr: float
+    seed: int
+
+    @property
+    def slug(self) -> str:
+        """A folder's name: readable, of safe characters, and different for every cell."""
+        readable = re.sub(r"[^A-Za-z0-9.+@-]+", "_", self.method)[:60]
+        return f"{readable}-{sha256(self.method.encode()).hexdigest()[:6]}--lr-{self.lr:g}--seed-{self.seed}"
+
+    def recipe(self, plan: Plan) -> Recipe:
+        """What is trained."""
+        mine = applied(self.method, plan.base)
+        every = plan.every
+        return replace(mine, lr=self.lr, seed=self.seed, track=(), save_every=every, validate_every=every, sample_every=every)
+
+
+class Event(NamedTuple):
+    """Something that happened in a cell: an update, or the evaluation after it, or that it was already finished (neither)."""
+
+    cell: Cell
+    record: Record | None = None
+    point: dict[str, Any] | None = None
+
+
+def compare(plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), device: str | None = None) -> Iterator[Event]:
+    """Run every cell that is not finished and that no one else is running; yields what happens.
+
+    shard: (i, n) takes every n-th cell only, for machines that share no disk; put their folders together afterwards with `merge`.
+    """
+    folder = Path(folder)
+    begin(plan, folder, device)
+    for cell in plan.cells()[shard[0] :: shard[1]]:
+        try:
+            with lock(folder / "locks" / cell.slug):
+                yield from run(plan, cell, folder / "cells" / cell.slug, device)
+        except Busy:
+            continue
+
+
+def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, int] = (0, 1), device: str | None = None) -> Iterator[Event]:
+    """`compare` with so many processes at a time, which share the cores; small networks gain nothing from more than one."""
+    if jobs == 1:
+        yield from compare(plan, folder, shard=shard, device=device)
+        return
+    begin(plan, Path(folder), device)
+    context = multiprocessing.get_context("spawn")
+    events: Any = context.Queue()
+    threads = max((os.cpu_count() or 1) // jobs, 1)
+    workers = [context.Process(target=_work, args=(events, threads, plan, folder, shard, device)) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    try:
+        working = jobs
+        while working:
+            event = events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                working -= 1
+            else:
+                yield event
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()  # it saves, and stops
+            worker.join()
+
+
+def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None) -> None:
+    torch.set_num_threads(threads)
+    try:
+        for event in compare(plan, folder, shard=shard, device=device):
+            events.put(event)
+        events.put(None)
+    except (Mistake, Failure) as error:
+        events.put(error)
+    except Exception as error:  # whatever it is, the others should not wait for this one
+        events.put(Failure(f"a worker stopped with {type(error).__name__}: {error}"))
+
+
+def begin(plan: Plan, folder: Path, device: str | None) -> None:
+    """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
+    path, mine = folder / "compare.json", plain(plan.config())
+    if path.exists():
+        theirs = json.loads(path.read_text())
+        grows = ("methods", "seeds", "lrs")
+        if changes := difference(_without(mine, *grows, "baseline"), _without(theirs, *grows, "baseline", "made with")):
+            raise Mistake(f"{folder} holds another comparison; choose another folder, or make the settings alike:\n{changes}")
+        for name in grows:
+            mine[name] = theirs[name] + [value for value in mine[name] if value not in theirs[name]]
+        mine["baseline"] = theirs["baseline"]
+    folder.mkdir(parents=True, exist_ok=True)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    write_json(path, {**mine, "made with": surroundings(where, 1)})
+
+
+def run(plan: Plan, cell: Cell, folder: Path, device: str | None) -> Iterator[Event]:
+    """Train one cell, or go on with it, and evaluate it on the way."""
+    if (folder / "finished.json").exists():
+        yield Event(cell)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = cell.recipe(plan)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": surroundings(where, 1)})
+    reached = max(checkpoint.steps(folder), default=0)
+    record = None
+    with Log(folder / "points.jsonl") as points:
+        points.truncate_after(reached)
+        if reached and reached not in _steps(folder / "points.jsonl"):  # killed between a checkpoint and its evaluation
+            yield Event(cell, point=evaluate(plan, folder, reached, points, where))
+        for record in train(recipe, folder, device=device):
+            yield Event(cell, record)
+            if record.step % plan.every == 0:
+                yield Event(cell, record, evaluate(plan, folder, record.step, points, where))
+    seconds = record.seconds if record is not None else checkpoint.load(folder)[1]["seconds"]
+    write_json(folder / "finished.json", {"step": plan.base.updates, "seconds": seconds})
+
+
+def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.device) -> dict[str, Any]:
+    """One line of points.jsonl: what the averaged weights are worth at a checkpoint."""
+    found = evaluated(
+        opened(folder, step=step, device=device), samples=plan.samples, vlb_images=plan.vlb_images, vlb_steps=plan.vlb_steps, device=device
+    )
+    seconds = checkpoint.load(folder, step)[1]["seconds"]
+    point = {"step": step, "images": step * plan.base.batch, "seconds": seconds, **figures(found)}
+    points.write(point)
+    return point
+
+
+def figures(found: Evaluation) -> dict[str, Any]:
+    """An evaluation as the numbers of points.jsonl."""
+    point: dict[str, Any] = {"validation": float(found.curve.loss.mean())}
+    if found.bits is not None:
+        point["bits"] = found.bits.mean
+    if found.scores is not None:
+        s = found.scores
+        point |= {"frechet": s.frechet, "kernel": s.kernel.mean, "precision": s.precision, "recall": s.recall}
+        point |= {"samples": s.count, "solver": s.solver, "solver_steps": s.steps, "frechet_name": s.frechet_name, "kernel_name": s.kernel_name}
+    return point
+
+
+def merge(folder: str | Path, parts: Sequence[str | Path]) -> int:
+    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. A finished cell replaces an unfinished one."""
+    folder, copied = Path(folder), 0
+    for part in map(Path, parts):
+        if not (part / "compare.json").exists():
+            raise Mistake(f"{part} holds no comparison: there is no compare.json")
+        if not (folder / "compare.json").exists():
+            (folder / "cells").mkdir(parents=True, exist_ok=True)
+            shutil.copy(part / "compare.json", folder)
+        mine, theirs = (json.loads((place / "compare.json").read_text()) for place in (folder, part))
+        same = ("version", "recipe", "settings", "every", "samples", "vlb_images", "vlb_steps")
+        if changes := difference({name: mine.get(name) for name in same}, {name: theirs.get(name) for name in same}):
+            raise Mistake(f"{part} is not of the same comparison as {folder}:\n{changes}")
+        for name in ("methods", "seeds", "lrs"):
+            mine[name] += [value for value in theirs[name] if value not in mine[name]]
+        for cell in sorted((part / "cells").iterdir()):
+            target = folder / "cells" / cell.name
+            if (target / "finished.json").exists() or not (cell / "cell.json").exists():
+                continue
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(cell, target)
+            copied += 1
+        write_json(folder / "compare.json", mine)
+    return copied
+
+
+def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def _steps(path: Path) -> set[int]:
+    return {json.loads(line)["step"] for line in path.read_text().splitlines()}

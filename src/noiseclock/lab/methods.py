@@ -1,0 +1,45 @@
+"""A method is a sampler, a weighting, or both, and perhaps a correction, written as one word.
+
+    uniform                  min-snr                  speed:k=5,tau=641
+    adaptive+min-snr         speed+change-aware       lsm@importance
+
+Names of samplers come first where both have one. Shorthands: lsm for loss-second-moment. The adaptive paper's "Log-Normal" is `logit-normal` here;
+`log-normal` is EDM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from noiseclock.core.names import SAMPLERS
+from noiseclock.core.weightings import WEIGHTINGS
+from noiseclock.lab import wording
+from noiseclock.lab.errors import Mistake, choose
+from noiseclock.lab.recipes import Recipe
+
+SHORT = {"lsm": "loss-second-moment"}
+CORRECTIONS = ("auto", "none", "importance")
+
+
+def applied(text: str, recipe: Recipe) -> Recipe:
+    """The recipe with a method in place of its own sampler, weighting and correction.
+
+    >>> found = applied("speed:k=3+min-snr@importance", Recipe())
+    >>> found.sampler, found.weighting, found.correct
+    ('speed:k=3', 'min-snr', 'importance')
+    """
+    body, at, correct = text.partition("@")
+    chosen = {"sampler": "uniform", "weighting": "constant"}
+    named: set[str] = set()
+    for part in body.split("+"):
+        name, colon, options = part.partition(":")
+        name = choose("method", SHORT.get(name, name), [*SAMPLERS, *WEIGHTINGS])
+        kind = "sampler" if name in SAMPLERS else "weighting"
+        if kind in named:
+            raise Mistake(f"the method {text!r} names two {kind}s; one of each at most")
+        named.add(kind)
+        chosen[kind] = name + colon + options
+        wording.split(chosen[kind])
+    if at:
+        choose("correction", correct, CORRECTIONS)
+    return replace(recipe, **chosen, correct=correct if at else "auto")
