@@ -1,7 +1,7 @@
-"""The command line: `noiseclock train | sample | evaluate | export | recipes | doctor`.
+"""The command line: `noiseclock train | sample | evaluate | export | compare | report | analyze | watch | recipes | doctor`.
 
-Exit status: 0 for success, 2 for a mistake of the user's, 1 for a run that could not go on, 130 after Ctrl-C. Imports are inside the commands:
-help should not wait for diffusers.
+Exit status: 0 for success, 2 for a mistake of the user's, 1 for a run that could not go on, 130 after Ctrl-C and 143 after SIGTERM. Imports are
+inside the commands: help should not wait for diffusers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
@@ -30,13 +33,21 @@ USAGE = """noiseclock: which noise level a diffusion model trains on next, and w
   noiseclock sample FOLDER [options]     pictures from a training
   noiseclock evaluate FOLDER [options]   FID or Fréchet distance, KID, precision, recall, bits per dimension, loss by noise level
   noiseclock export FOLDER OUT           a folder that diffusers' DiffusionPipeline.from_pretrained loads
+  noiseclock watch FOLDER                follow a training in a browser
+
+  noiseclock compare RECIPE [options]    train every method with several seeds, and say what the choice buys
+  noiseclock report RESULTS [options]    what a comparison found, as one page (compare writes it too)
+  noiseclock analyze RECIPE [options]    the papers' measurements: gradient variance, interdependence, densities through training
+
   noiseclock doctor                      what this machine has, what is missing and how to get it
 
 Add --help to any of them for its options."""
 
-console = Console(highlight=False, soft_wrap=True)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(highlight=False, markup=False, soft_wrap=True)  # no markup: a path may have square brackets
+errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+NEEDS_RECIPE = "`noiseclock recipes` lists the recipes; `noiseclock train digits --help` shows the options of one."
 Options = TypeVar("Options")
+Folder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER", help="of a training")]
 
 
 @dataclass(frozen=True)
@@ -58,13 +69,13 @@ class Train:
 class Sample:
     """Pictures from a training, by its averaged weights."""
 
-    folder: tyro.conf.Positional[str]
+    folder: Folder
     out: str = "samples.png"
     """.png for a grid, .npz for an array, else a folder of PNG files"""
     count: int = 64
     """how many"""
     solver: str | None = None
-    """ddim, ddpm, heun or dpm++; the recipe's unless given"""
+    """ddpm, ddim (or euler), heun or dpm++; the recipe's unless given"""
     steps: int | None = None
     """of the solver; the recipe's unless given"""
     guidance: float = 1.0
@@ -83,13 +94,13 @@ class Sample:
 class Evaluate:
     """How good a training is, by its averaged weights; figures are printed, and written to FOLDER/evaluations."""
 
-    folder: tyro.conf.Positional[str]
+    folder: Folder
     samples: int = 10_000
     """pictures for the distances; 0 leaves those out"""
     reference: str = "train"
     """split of the data that they are compared with"""
     solver: str | None = None
-    """ddim, ddpm, heun or dpm++; the recipe's unless given"""
+    """ddpm, ddim (or euler), heun or dpm++; the recipe's unless given"""
     steps: int | None = None
     """of the solver; the recipe's unless given"""
     guidance: float = 1.0
@@ -114,8 +125,8 @@ class Evaluate:
 class Export:
     """Write the averaged weights as a diffusers pipeline."""
 
-    folder: tyro.conf.Positional[str]
-    out: tyro.conf.Positional[str]
+    folder: Folder
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT", help="the folder to be written")]
     step: int | None = None
     """of the checkpoint; the newest unless given"""
 
@@ -124,12 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        console.print(USAGE, markup=False)
+        console.print(USAGE)
         return 0 if argv else 2
     if argv[0] == "--version":
-        from noiseclock import __version__
-
-        console.print(f"noiseclock {__version__}")
+        console.print(f"noiseclock {version('noiseclock')}")
         return 0
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -141,15 +150,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _say(f"{error}", 1)
         except KeyboardInterrupt:
             return _say("stopped; run the same command again to go on", 130)
+        except SystemExit as end:
+            if end.code != 143:
+                raise
+            return _say("stopped by SIGTERM; run the same command again to go on", 143)
 
 
 def train(argv: list[str]) -> int:
     """`noiseclock train`."""
-    name, rest = _first(argv, "train", "RECIPE", "one of those that `noiseclock recipes` lists")
+    if argv[:1] in (["-h"], ["--help"]):
+        console.print(f"usage: noiseclock train RECIPE [options]\n\n{Train.__doc__} {NEEDS_RECIPE}")
+        return 0
+    if not argv or argv[0].startswith("-"):
+        raise Mistake(f"noiseclock train needs a recipe. {NEEDS_RECIPE}")
     from noiseclock.lab.recipes import entry_of, recipe
 
-    entry = entry_of(name)
-    options = _parsed(Train, rest, f"noiseclock train {name}", default=Train(entry.recipe))
+    name = argv[0]
+    options = _parsed(Train, argv[1:], f"noiseclock train {name}", default=Train(entry_of(name).recipe))
     recipe(name)  # which may not be able to run; its settings can be looked at all the same
     folder = Path(options.out or f"runs/{name}")
     _check_device(options.device)
@@ -168,38 +185,46 @@ def train(argv: list[str]) -> int:
 
 
 def _dry_run(recipe: Recipe, folder: Path) -> int:
+    import torch
+
     from noiseclock.lab.data import load
     from noiseclock.lab.models import count
     from noiseclock.lab.train import network
 
     data, clock = load(recipe.data, size=recipe.size), recipe.clock()
+    with torch.device("meta"):  # counted, not made
+        parameters = count(network(recipe, data, clock))
     shape = "x".join(str(n) for n in data.shape)
     console.print(f"folder      {folder}")
     console.print(f"data        {data.name}, {len(data):,} images of {shape}" + (f", {data.classes} classes" if data.classes else ""))
-    console.print(f"model       {recipe.model}, {count(network(recipe, data, clock)):,} parameters")
-    console.print(f"clock       {clock}", markup=False)
+    console.print(f"model       {recipe.model}, {parameters:,} parameters")
+    console.print(f"clock       {clock}")
     console.print(f"training    {recipe.updates:,} updates of {recipe.batch} images, {recipe.updates * recipe.batch / len(data):,.1f} epochs")
     for name, value in recipe.settings().items():
-        console.print(f"  {name:<15} {value}", markup=False)
+        console.print(f"  {name:<15} {value}")
     return 0
 
 
 def _followed(updates: Iterable[Record], recipe: Recipe) -> Record | None:
     """Show a training as it goes: a bar on a terminal, lines now and then elsewhere."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     last, first, mean = None, None, 0.0
-    columns = (BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # a narrow terminal cuts this column, and no other
+    columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", table_column=rest))
     lines = max(recipe.updates // 20, 1)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, disable=not console.is_terminal, expand=True) as bar:
         task = bar.add_task("starting", total=recipe.updates)
         for last in updates:
-            first = first or last
+            if first is None:
+                first = last
+                bar.reset(task, completed=last.step)  # what an earlier run has done must not count as speed
             mean = last.loss if last is first else mean + (last.loss - mean) * max(0.02, 1 / (last.step - first.step + 1))
             seconds, images = last.seconds - first.seconds, last.images - first.images
             speed = f", {images / seconds:,.0f} images/s" if seconds > 0 else ""
             learned = f", {last.sampler}" if last.sampler else ""
-            lost = f", [yellow]{last.skipped} updates skipped[/]" if last.skipped else ""
+            lost = f", {last.skipped} updates skipped" if last.skipped else ""
             text = f"loss {mean:.4f}{speed}{learned}{lost}"
             bar.update(task, completed=last.step, description=text)
             if not console.is_terminal and (last.step % lines == 0 or last is first):
@@ -223,7 +248,9 @@ def sample(argv: list[str]) -> int:
     from noiseclock.lab.train import sampled
     from noiseclock.lab.trained import opened
 
-    device = _check_device(options.device)
+    device, out = _check_device(options.device), Path(options.out)
+    if out.is_dir() and any(out.iterdir()):  # said before, not after hours of sampling
+        raise Mistake(f"{out} is a folder with something in it; choose another --out, or empty it first")
     run = opened(options.folder, step=options.step, device=device)
     with _bar("sampling", options.count * (options.steps or run.recipe.solver_steps)) as progress:
         images = sampled(
@@ -249,7 +276,7 @@ def evaluate(argv: list[str]) -> int:
             vlb_images=options.vlb_images, vlb_steps=options.vlb_steps, resize=options.resize, seed=options.seed, batch=options.batch,
             device=device, progress=progress,
         )  # fmt: skip
-    console.print(found.text(), markup=False)
+    console.print(found.text())
     console.print(f"written to {found.write(Path(options.folder))}")
     return 0
 
@@ -269,17 +296,16 @@ def export(argv: list[str]) -> int:
 def recipes(argv: list[str]) -> int:
     """`noiseclock recipes`."""
     _parsed(Nothing, argv, "noiseclock recipes")
-    from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     from noiseclock.lab.recipes import RECIPES
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("recipe", "what it is", "needs", "cost"):
-        table.add_column(heading, no_wrap=heading == "recipe")
+    table = Table.grid(padding=(0, 2))
     for name, entry in RECIPES.items():
-        about = entry.about + (f" [yellow](not yet: {entry.missing})[/]" if entry.missing else "")
-        table.add_row(name, about, entry.needs, entry.cost)
+        lines = [(f"{entry.about}\n", ""), (f"needs {entry.needs}; {entry.cost}", "dim")]
+        lines += [(f"\ncannot run yet: {entry.missing}", "yellow")] if entry.missing else []
+        table.add_row(Text(name, "bold", no_wrap=True), Text.assemble(*lines))
     console.print(table)
     return 0
 
@@ -306,18 +332,21 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": export,
     "recipes": recipes,
     "doctor": doctor,
+    "compare": lambda argv: _results().compare(argv),
+    "report": lambda argv: _results().report(argv),
+    "analyze": lambda argv: _results().analyze(argv),
+    "watch": lambda argv: _results().watch(argv),
 }
+
+
+def _results() -> ModuleType:
+    """The commands about comparisons, in a file of their own."""
+    return import_module("noiseclock.cli_results")
 
 
 def _parsed(kind: type[Options], argv: list[str], program: str, default: Any = None) -> Options:
     options: Options = tyro.cli(kind, args=argv, prog=program, description=kind.__doc__, **({} if default is None else {"default": default}))
     return options
-
-
-def _first(argv: list[str], command: str, what: str, which: str) -> tuple[str, list[str]]:
-    if not argv or argv[0] in ("-h", "--help"):
-        raise Mistake(f"noiseclock {command} needs a {what}, {which}; then --help shows its options")
-    return argv[0], argv[1:]
 
 
 def _check_device(name: str | None) -> str:
@@ -349,12 +378,12 @@ class _bar:
 
 
 def _say(message: str, status: int) -> int:
-    errors.print(f"noiseclock: {message}", markup=False)
+    errors.print(f"noiseclock: {message}")
     return status
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    errors.print(f"warning: {message}", markup=False)
+    errors.print(f"warning: {message}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -23,14 +25,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
+from noiseclock.lab.data import load
 from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.evaluate import bits_per_dim, compare_images
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.surroundings import surroundings
-from noiseclock.lab.train import Record, train
-from noiseclock.lab.trained import Evaluation, evaluated, opened
+from noiseclock.lab.train import Record, sampled, train
+from noiseclock.lab.trained import opened
 
 VERSION = 1
 
@@ -149,6 +154,7 @@ def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, i
 
 def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None) -> None:
     torch.set_num_threads(threads)
+    threading.Thread(target=_outlived, daemon=True).start()
     try:
         for event in compare(plan, folder, shard=shard, device=device):
             events.put(event)
@@ -157,6 +163,14 @@ def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int,
         events.put(error)
     except Exception as error:  # whatever it is, the others should not wait for this one
         events.put(Failure(f"a worker stopped with {type(error).__name__}: {error}"))
+
+
+def _outlived() -> None:
+    """End this worker, with a checkpoint, when the process that started it is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
@@ -188,7 +202,7 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None) -> Iterator[Ev
     record = None
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
-        if reached and reached not in _steps(folder / "points.jsonl"):  # killed between a checkpoint and its evaluation
+        if reached and reached not in _lines(folder / "points.jsonl"):  # killed between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
         for record in train(recipe, folder, device=device):
             yield Event(cell, record)
@@ -199,25 +213,23 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None) -> Iterator[Ev
 
 
 def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.device) -> dict[str, Any]:
-    """One line of points.jsonl: what the averaged weights are worth at a checkpoint."""
-    found = evaluated(
-        opened(folder, step=step, device=device), samples=plan.samples, vlb_images=plan.vlb_images, vlb_steps=plan.vlb_steps, device=device
-    )
-    seconds = checkpoint.load(folder, step)[1]["seconds"]
-    point = {"step": step, "images": step * plan.base.batch, "seconds": seconds, **figures(found)}
-    points.write(point)
-    return point
-
-
-def figures(found: Evaluation) -> dict[str, Any]:
-    """An evaluation as the numbers of points.jsonl."""
-    point: dict[str, Any] = {"validation": float(found.curve.loss.mean())}
-    if found.bits is not None:
-        point["bits"] = found.bits.mean
-    if found.scores is not None:
-        s = found.scores
+    """One line of points.jsonl: what the averaged weights are worth at a checkpoint. The loss is the one that the training has logged."""
+    run = opened(folder, step=step, device=device)
+    recipe, schedule = run.recipe, run.clock.schedule
+    logged = _lines(folder / "log.jsonl", kind="validation")[step]
+    point: dict[str, Any] = {"step": step, "images": step * recipe.batch, "seconds": logged["seconds"], "validation": logged["loss"]}
+    if plan.vlb_images and isinstance(schedule, Discrete):
+        held_out = load(recipe.data, split="test", size=recipe.size)
+        point["bits"] = bits_per_dim(
+            run.net, schedule, run.clock.objective, held_out, n=plan.vlb_images, steps=plan.vlb_steps, variance=recipe.variance,
+            conditional=recipe.conditional, device=device,
+        ).mean  # fmt: skip
+    if plan.samples:
+        images = sampled(run.net, recipe, run.clock, run.data, plan.samples, device=device)
+        s = compare_images(images, run.data, solver=recipe.solver, steps=recipe.solver_steps, device=device)
         point |= {"frechet": s.frechet, "kernel": s.kernel.mean, "precision": s.precision, "recall": s.recall}
-        point |= {"samples": s.count, "solver": s.solver, "solver_steps": s.steps, "frechet_name": s.frechet_name, "kernel_name": s.kernel_name}
+        point |= {"samples": s.count, "solver": s.solver, "solver_steps": s.steps, "frechet_name": s.frechet_name}
+    points.write(point)
     return point
 
 
@@ -251,5 +263,7 @@ def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def _steps(path: Path) -> set[int]:
-    return {json.loads(line)["step"] for line in path.read_text().splitlines()}
+def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:
+    """The records of a log by step, those that have these values."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return {record["step"]: record for record in records if all(record.get(name) == value for name, value in wanted.items())}

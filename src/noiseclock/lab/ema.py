@@ -16,13 +16,15 @@ class EMA:
     def __init__(self, net: nn.Module, decay: float) -> None:
         self.decay = decay
         self._names = [name for name, _ in net.named_parameters()]
-        self._means = [p.detach().clone() for p in net.parameters()]
+        # kept, because a sharded network that was just looked at has whole ones in their place until the next update
+        self._parameters = list(net.parameters())
+        self._means = [p.detach().clone() for p in self._parameters]
 
     @torch.no_grad()
-    def update(self, net: nn.Module, updates: int) -> None:
+    def update(self, updates: int) -> None:
         """After update number `updates`, counted from 1."""
         decay = min(self.decay, (1 + updates) / (10 + updates))
-        torch._foreach_lerp_([local(mean) for mean in self._means], [local(p.detach()) for p in net.parameters()], 1 - decay)
+        torch._foreach_lerp_([local(mean) for mean in self._means], [local(p.detach()) for p in self._parameters], 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole weights by name; all ranks must ask."""

@@ -43,6 +43,10 @@ def _give_back_copies() -> None:
 os.register_at_fork(after_in_child=_give_back_copies)
 
 
+class Busy(Mistake):
+    """Another process holds the folder."""
+
+
 @contextmanager
 def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the folder, which is made where it is missing, for this process; a Mistake that names the other process if one holds it.
@@ -62,7 +66,7 @@ def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
-            raise Mistake(f"{folder} is in use by {holder}; wait for that run to end or choose another folder") from None
+            raise Busy(f"{folder} is in use by {holder}; wait for that run to end or choose another folder") from None
         except OSError as error:  # some network file systems are mounted without locks
             warnings.warn(f"{folder} cannot be locked ({error.strerror}); make sure that no other run writes there", stacklevel=3)
         with suppress(OSError):  # on a full disk the lock holds without the name

@@ -42,4 +42,4 @@ def applied(text: str, recipe: Recipe) -> Recipe:
         wording.split(chosen[kind])
     if at:
         choose("correction", correct, CORRECTIONS)
-    return replace(recipe, **chosen, correct=correct if at else "auto")
+    return replace(recipe, sampler=chosen["sampler"], weighting=chosen["weighting"], correct=correct if at else "auto")

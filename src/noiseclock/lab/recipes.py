@@ -14,9 +14,11 @@ from noiseclock.core.objectives import OBJECTIVES
 from noiseclock.core.schedules import VARIANCES
 from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
+from noiseclock.lab.generate import SOLVERS
 
 OPTIMIZERS = ("adam", "adamw")
 PRECISIONS = ("fp32", "bf16")
+MODELS = ("unet", "dit")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Recipe:
     schedule: str = "linear"
     """linear, quadratic, cosine, scaled-linear, edm or flow"""
     steps: int | None = 1000
-    """T of a discrete schedule"""
+    """T of a discrete schedule; None for edm and flow"""
     objective: str = "eps"
     """eps, x0, v, flow or edm"""
     sampler: str = "uniform"
@@ -105,7 +107,7 @@ class Recipe:
     sample_every: int = 5000
     """updates between grids of samples"""
     solver: str = "ddim"
-    """how samples are drawn: ddim, ddpm, heun or dpm++"""
+    """how samples are drawn: ddpm, ddim (or euler), heun or dpm++"""
     solver_steps: int = 50
     """steps of the solver"""
     track: tuple[str, ...] = ("tensorboard",)
@@ -123,12 +125,20 @@ class Recipe:
                 raise Mistake(f"{name} must lie in [0, 1), got {getattr(self, name)}")
         if not self.lr > 0:
             raise Mistake(f"lr must be positive, got {self.lr}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise Mistake(f"betas must lie in [0, 1), got {self.betas}")
         if self.batch % self.accumulate:
             raise Mistake(f"a batch of {self.batch} cannot be split into {self.accumulate} equal micro-batches")
-        known = {"objective": OBJECTIVES, "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": ("unet", "dit")}
+        known = {
+            "objective": OBJECTIVES, "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": MODELS, "solver": SOLVERS,
+        }  # fmt: skip
         for name, allowed in known.items():
             choose(name, getattr(self, name), allowed)
-        self.clock()  # its mistakes are this recipe's
+        schedule = self.clock().schedule  # its mistakes are this recipe's
+        if self.solver_steps > (schedule.steps or self.solver_steps):
+            raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
+        if self.objective == "eps" and float(schedule(1.0)[0]) == 0:
+            raise Mistake("this schedule ends in pure noise, where a prediction of the noise says nothing of the picture; take objective v or x0")
 
     def clock(self, **place: Any) -> Clock:
         """The clock that this recipe trains by. place: rank and world_size, where they are not torch.distributed's."""
@@ -177,14 +187,14 @@ RECIPES: dict[str, Entry] = {
             data="digits", channels=32, multipliers=(1, 2), blocks=1, attention=(4,), batch=64, lr=1e-3, warmup=100, ema=0.995, updates=2000,
             save_every=500, validate_every=500, sample_every=500,
         ),
-        "8x8 digits, comes with scikit-learn", "nothing", "0.5 M parameters, about 3 minutes on 2 cores",
+        "8x8 digits, comes with scikit-learn", "nothing", "0.7 M parameters, about 3 minutes on 2 cores",
     ),
     "mnist": Entry(
         Recipe(
             data="mnist", channels=32, multipliers=(1, 2, 2), blocks=2, attention=(7,), batch=128, lr=5e-4, warmup=200, ema=0.999,
             updates=10_000, sample_every=1000,
         ),
-        "28x28 handwritten digits", "MNIST", "2 M parameters, hours on a CPU, minutes on a GPU",
+        "28x28 handwritten digits", "MNIST", "1.6 M parameters, hours on a CPU, minutes on a GPU",
     ),
     "cifar10-linear": _cifar10("linear"),
     "cifar10-cosine": _cifar10("cosine"),
@@ -194,16 +204,16 @@ RECIPES: dict[str, Entry] = {
             data="cifar10", flip=True, channels=64, dropout=0.1, warmup=500, updates=20_000, ema=0.999, precision="bf16", save_every=2000,
             validate_every=2000, sample_every=4000,
         ),
-        "a CIFAR-10 model in minutes of one large GPU, for comparisons", "CIFAR-10, a GPU", "8.9 M parameters, 20k updates",
+        "a CIFAR-10 model in minutes of one large GPU, for comparisons", "CIFAR-10, a GPU", "9.0 M parameters, 20k updates",
     ),
     "ffhq-dit": Entry(
         replace(_DIT, data="folder:data/ffhq"),
-        "DiT-XL on FFHQ as in SpeeD, in pixels at 64x64 until there are latents", "FFHQ images in data/ffhq, GPUs", "675 M parameters, 50k updates",
+        "DiT-XL on FFHQ as in SpeeD, in pixels at 64x64 until there are latents", "FFHQ images in data/ffhq, GPUs", "674 M parameters, 50k updates",
     ),
     "metfaces-dit": Entry(
         replace(_DIT, data="folder:data/metfaces"),
         "DiT-XL on MetFaces as in SpeeD, in pixels at 64x64 until there are latents", "MetFaces images in data/metfaces, GPUs",
-        "675 M parameters, 50k updates",
+        "674 M parameters, 50k updates",
     ),
     "celebahq-ldm": Entry(
         Recipe(

@@ -1,11 +1,12 @@
-"""Tensors that FSDP2 has spread over ranks, as if they were whole. Every function here is the identity for ordinary ones."""
+"""Tensors that FSDP2 has spread over ranks, as if they were whole. Ordinary ones pass through all of this unchanged."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -30,3 +31,9 @@ def spread(value: Tensor, like: Tensor) -> Tensor:
 def fill_(target: Tensor, value: Tensor) -> None:
     """Write a full tensor into one that may be spread."""
     target.copy_(spread(value, target))
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a network that are gathered one at a time when it is sharded: what its outermost lists hold."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else blocks(child)

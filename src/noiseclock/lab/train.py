@@ -3,9 +3,9 @@
     for record in train(recipe("digits"), "runs/digits"):
         print(record.step, record.loss)
 
-The folder holds config.json, log.jsonl, checkpoints/ and samples/. Run the same again and it goes on from its last checkpoint: on one CPU the
-result is, bit for bit, that of a run that was never stopped. Under `torchrun` or `accelerate launch` the same call trains on many processes,
-with DDP, or with FSDP2 where `shard` says so; rank 0 writes.
+The folder holds config.json, log.jsonl, checkpoints/, samples/ and tensorboard/. Run the same again and it goes on from its last checkpoint: on
+one CPU the result is, bit for bit, that of a run that was never stopped. Under `torchrun` or `accelerate launch` the same call trains on many
+processes, with DDP, or with FSDP2 where `shard` says so; rank 0 writes.
 
 What is drawn depends on (seed, update) alone: order and flips of the images, withheld labels, times. Noise and dropout are streams that are saved.
 """
@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import json
 import math
-import platform
-import subprocess
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from noiseclock.core.adaptive import Adaptive
+from noiseclock.core.batch import call
 from noiseclock.core.clock import Clock
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.measure import loss_over_time
@@ -47,9 +48,9 @@ from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.models import build, time_scale
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.recipes import FIXED, Recipe
-from noiseclock.lab.shards import spread, whole
+from noiseclock.lab.shards import blocks, spread, whole
+from noiseclock.lab.surroundings import surroundings
 
-PACKAGES = ("noiseclock", "torch", "numpy", "diffusers", "accelerate", "safetensors", "scikit-learn", "datasets")
 VALIDATION, TIMES = 512, 50  # held-out images, and times at which their loss is taken
 GRID = 64  # samples in a picture
 
@@ -58,9 +59,9 @@ GRID = 64  # samples in a picture
 class Record:
     """One update.
 
-    step: its number, from 1. loss: the mean weighted loss of this rank. norm: of the gradient, before clipping. lr: the learning rate. images: seen
+    step: its number, from 1. loss: the mean weighted loss of all ranks. norm: of the gradient, before clipping. lr: the learning rate. images: seen
     so far by all ranks. seconds: of training so far; validation, samples and checkpoints do not count. skipped: updates lost so far because the
-    gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update.
+    loss or its gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update.
     """
 
     step: int
@@ -80,13 +81,12 @@ def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shar
     under way, with a checkpoint; the first raises KeyboardInterrupt, the second SystemExit(143). So does closing the generator, without raising.
     """
     with ExitStack() as stack:
-        accelerator = Accelerator(cpu=device == "cpu", log_with=_trackers(recipe), project_dir=str(folder))
+        accelerator = _accelerator(recipe, Path(folder), device)
+        stack.callback(accelerator.end_training)
         with all_or_none(accelerator):
             if accelerator.is_main_process:
                 stack.enter_context(lock(folder))
-                load(recipe.data, size=recipe.size)  # which may download: once
-        with all_or_none(accelerator):
-            run = Run(recipe, Path(folder), accelerator, shard)
+        run = Run(recipe, Path(folder), accelerator, shard)
         yield from run.updates(stack.enter_context(listening()))
 
 
@@ -96,28 +96,30 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path, accelerator: Accelerator, shard: bool) -> None:
         self.recipe, self.folder, self.accelerator = recipe, folder, accelerator
         self.device: torch.device = accelerator.device
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.rank: int = accelerator.process_index
+        self.world: int = accelerator.num_processes
         parts = self.world * recipe.accumulate
         if recipe.batch % parts:
             raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
-        self.data, self.held_out = load(recipe.data, size=recipe.size), load(recipe.data, split="test", size=recipe.size)
+        self.data, self.held_out = loaded(recipe, accelerator)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = network(recipe, self.data, self.clock).to(self.device)
         torch.manual_seed(recipe.seed * 1000 + self.rank)  # dropout: other for every rank
         self.predict: nn.Module = self._wrapped(shard)
-        parameters = list(self.net.parameters())
-        if isinstance(self.clock.weighting, Uncertainty):
-            parameters += self.clock.weighting.to(self.device).parameters()
+        weighting = self.clock.weighting
+        self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
+        groups = [{"params": list(params)} for params in (self.net.parameters(), self.others)]  # apart: only the network's may be sharded
         make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = make(
-            parameters, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=self.device.type == "cuda"
+            groups, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=self.device.type == "cuda"
         )
         self.clock.attach(self.optimizer, model=self.net)
         self.ema = EMA(self.net, recipe.ema)
         self.step, self.skipped, self.seconds = 0, 0, 0.0
         self._lost_in_a_row, self._learned = 0, ""
-        self._resume()
+        with all_or_none(accelerator):
+            self._resume()
 
     def _wrapped(self, shard: bool) -> nn.Module:
         predict: nn.Module = self.net
@@ -137,17 +139,26 @@ class Run:
 
     def _resume(self) -> None:
         """Go on from the last checkpoint in the folder, or begin."""
-        config, mine = self.folder / "config.json", {name: self.recipe.settings()[name] for name in FIXED}
+        config = self.folder / "config.json"
         if config.exists():
-            theirs = json.loads(config.read_text())["settings"]
-            if changes := difference(mine, {name: theirs.get(name) for name in FIXED}):
-                raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
+            try:
+                self._refuse_other(json.loads(config.read_text())["settings"])
+            except (KeyError, TypeError, json.JSONDecodeError) as error:
+                raise Mistake(f"{config} is damaged; remove it, or choose another folder") from error
         if checkpoint.steps(self.folder):
             self.step, state = checkpoint.load(self.folder)
+            self._refuse_other(state["settings"])
             self._load(state)
-        if self.accelerator.is_main_process:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(config, {"settings": self.recipe.settings(), "made with": surroundings(self.device, self.world)})
+        steps: list[Any] = [self.step] * self.world
+        if self.world > 1:
+            dist.all_gather_object(steps, self.step)
+        if len(set(steps)) > 1:
+            raise Mistake(f"the processes see checkpoints of different steps, {steps}; let {self.folder} be on a disk that all machines share")
+
+    def _refuse_other(self, theirs: dict[str, Any]) -> None:
+        mine = self.recipe.settings()
+        if changes := difference(*({name: settings.get(name) for name in FIXED} for settings in (mine, theirs))):
+            raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
 
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs; the same on every rank."""
@@ -185,11 +196,12 @@ class Run:
             _set_random_state(mine["random"], self.device)
         self.skipped, self.seconds = state["skipped"], state["seconds"]
 
-    def save(self) -> None:
+    def save(self, log: Log | None) -> None:
         """Write a checkpoint; all ranks must."""
         state = self._state()
         with all_or_none(self.accelerator):
-            if self.accelerator.is_main_process:
+            if log is not None:  # on rank 0
+                log.sync()
                 checkpoint.save(self.folder, self.step, state)
 
     # --- the loop -----------------------------------------------------------------------------------------------------------------------
@@ -197,17 +209,16 @@ class Run:
     def updates(self, wish: Wish) -> Iterator[Record]:
         """Train to the end, or until the wish to stop."""
         recipe, saved = self.recipe, self.step
-        log = Log(self.folder / "log.jsonl") if self.accelerator.is_main_process else None
+        if self.step >= recipe.updates:
+            return
+        log = self._begin() if self.accelerator.is_main_process else None
         stream = self._stream()
         try:
-            if log is not None:
-                log.truncate_after(self.step)
-                self.accelerator.init_trackers("noiseclock", config=_flat(recipe.settings()))
             while self.step < recipe.updates:
                 start = time.perf_counter()
                 record = self._update(stream)
                 self.seconds += time.perf_counter() - start
-                logged = record.step == 1 or _due(record.step, recipe.log_every)
+                logged = _due(record.step, recipe.log_every) or (record.step == 1 and recipe.log_every > 0)
                 self._learned = state_of(self.clock.sampler) if logged else self._learned
                 record = replace(record, seconds=self.seconds, sampler=self._learned)
                 if log is not None and logged:
@@ -220,22 +231,30 @@ class Run:
                     self._sample()
                 stop = self._agreed(wish)
                 if _due(self.step, recipe.save_every) or last or stop:
-                    if log is not None:
-                        log.sync()
-                    self.save()
+                    self.save(log)
                     saved = self.step
                 yield record
                 if stop:
-                    raise KeyboardInterrupt if stop == 2 else SystemExit(128 + stop)
+                    raise KeyboardInterrupt if stop == signal.SIGINT else SystemExit(128 + stop)
         except GeneratorExit:
             if saved < self.step:
-                self.save()
+                self.save(log)
             raise
+        except torch.OutOfMemoryError as error:
+            raise Failure(f"out of memory after update {self.step}; raise accumulate, lower batch, or use precision bf16") from error
         finally:
             stream.close()
             if log is not None:
                 log.close()
-            self.accelerator.end_training()
+
+    def _begin(self) -> Log:
+        """What is on the disk before the first update."""
+        settings = self.recipe.settings()
+        write_json(self.folder / "config.json", {"settings": settings, "made with": surroundings(self.device, self.world)})
+        log = Log(self.folder / "log.jsonl")
+        log.truncate_after(self.step)
+        self.accelerator.init_trackers("noiseclock", config=_flat(settings), init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
+        return log
 
     def _stream(self) -> Any:
         recipe = self.recipe
@@ -251,18 +270,19 @@ class Run:
         lr = recipe.lr * min(1.0, (self.step + 1) / max(recipe.warmup, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        losses = []
+        total = torch.zeros((), device=self.device)
         for micro in range(recipe.accumulate):
             x0, labels = next(stream)
             cond = self._condition(labels, micro)
-            with self._synchronised(micro == recipe.accumulate - 1), self._autocast():
-                b = self.clock.draw(x0, predict=self.predict, cond=cond, micro=(micro, recipe.accumulate))
-                prediction = self.predict(b.x_t, b.t) if cond is None else self.predict(b.x_t, b.t, cond)
-                loss = self.clock.loss(b, prediction).mean() / recipe.accumulate
+            with self._synchronised(micro == recipe.accumulate - 1):
+                with self._autocast():
+                    b = self.clock.draw(x0, predict=self.predict, cond=cond, micro=(micro, recipe.accumulate))
+                    prediction = call(self.predict, b.x_t, b.t, cond)
+                    loss = self.clock.loss(b, prediction).mean() / recipe.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        norm = self._clipped()
-        finite = math.isfinite(norm)  # it is the same on all ranks, and an infinite loss makes it so
+            total += loss.detach()
+        mean, norm = self._mean(total), self._clipped()
+        finite = math.isfinite(mean) and math.isfinite(norm)  # both are the same on all ranks
         if finite:
             self.optimizer.step()
         else:
@@ -271,8 +291,8 @@ class Run:
         self.step += 1
         self._count_lost(finite)
         if finite:
-            self.ema.update(self.net, self.step)
-        return Record(self.step, float(torch.stack(losses).sum()), norm, lr, self.step * recipe.batch, 0.0, self.skipped)
+            self.ema.update(self.step)
+        return Record(self.step, mean, norm, lr, self.step * recipe.batch, 0.0, self.skipped)
 
     def _condition(self, labels: Tensor | None, micro: int) -> Tensor | None:
         """(B,) the labels that the model is told, some replaced by the one for none."""
@@ -286,14 +306,19 @@ class Run:
 
     def _clipped(self) -> float:
         """The norm of the gradient, before it is clipped."""
-        others = list(self.clock.weighting.parameters()) if isinstance(self.clock.weighting, Uncertainty) else []
         if self.world > 1:
-            for p in others:  # DDP knows the network alone
+            for p in self.others:  # DDP knows the network alone
                 if p.grad is not None:
                     dist.all_reduce(p.grad)
                     p.grad /= self.world
         norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip or math.inf)
         return float(whole(norm))
+
+    def _mean(self, x: Tensor) -> float:
+        """Over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(x)
+        return float(x) / self.world
 
     def _count_lost(self, finite: bool) -> None:
         self._lost_in_a_row = 0 if finite else self._lost_in_a_row + 1
@@ -302,8 +327,8 @@ class Run:
             good = checkpoint.newest(self.folder)
             kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
             raise Failure(
-                f"the gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; {kept}. "
-                "Lower lr, or raise warmup, or use precision fp32"
+                f"the loss or its gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; {kept}; "
+                "lower lr, raise warmup, or use precision fp32"
             )
 
     @contextmanager
@@ -360,10 +385,18 @@ class Run:
         if self.accelerator.is_main_process:
             images = sampled(net, self.recipe, self.clock, self.data, GRID, device=self.device)
             target = self.folder / "samples" / f"step-{self.step:08d}.png"
-            target.parent.mkdir(exist_ok=True)
-            target.unlink(missing_ok=True)
             pictures.save(images, target)
         self.accelerator.wait_for_everyone()
+
+
+def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Images | Files]:
+    """The training images and the held-out ones. Rank 0 goes first: it may have to download them."""
+    found: list[Images | Files] = []
+    for main_process in (True, False):
+        with all_or_none(accelerator):
+            if accelerator.is_main_process == main_process:
+                found = [load(recipe.data, split=split, size=recipe.size) for split in ("train", "test")]
+    return found
 
 
 def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
@@ -377,12 +410,6 @@ def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
     )  # fmt: skip
 
 
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a network that are gathered one at a time when it is sharded: what its outermost lists hold."""
-    for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else blocks(child)
-
-
 def sampled(
     net: Any, recipe: Recipe, clock: Clock, data: Images | Files, n: int, *, seed: int = 0, guidance: float = 1.0,
     solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
@@ -390,7 +417,7 @@ def sampled(
     """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn."""
     labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
     null = net.null if labels is not None else None
-    solver, steps = solver or recipe.solver, min(steps or recipe.solver_steps, clock.schedule.steps or 10**9)
+    solver, steps = solver or recipe.solver, steps or recipe.solver_steps
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=recipe.precision == "bf16"):
         return generate(
             net, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
@@ -403,26 +430,8 @@ def state_of(sampler: Sampler) -> str:
     if isinstance(sampler, Adaptive):
         info = sampler.info
         quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
-        return f"{info['probes']} probes{quality}, entropy {info['entropy']:.3f}"
+        return f"{info['probes']} probes{quality}, entropy {info['entropy']:.2f}"
     return f"effective sample size {sampler.ess():.0%}" if isinstance(sampler, LearnedDensity) and sampler.corrects else ""
-
-
-def surroundings(device: torch.device, world: int) -> dict[str, Any]:
-    """What a run was made with: versions, machine, and the commit of the code, where there is one."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "absent"
-    git = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "versions": versions,
-        "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "processes": world,
-        "git": git.stdout.strip() or None,
-    }
 
 
 @contextmanager
@@ -442,9 +451,17 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
         raise error
 
 
-def _trackers(recipe: Recipe) -> list[str]:
-    from accelerate.tracking import get_available_trackers
+def _accelerator(recipe: Recipe, folder: Path, device: str | None) -> Accelerator:
+    # without a GPU accelerate starts no process group unless it is told that the CPU is meant
+    cpu = device == "cpu" or not torch.accelerator.is_available()
+    place = ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
+    accelerator = Accelerator(cpu=cpu, log_with=_trackers(recipe) or None, project_config=place)
+    if device not in (None, accelerator.device.type):
+        raise Mistake(f"this process trains on {accelerator.device}, not on {device}; CUDA_VISIBLE_DEVICES chooses among GPUs")
+    return accelerator
 
+
+def _trackers(recipe: Recipe) -> list[str]:
     there = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
     for name in recipe.track:
         if name not in there:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -35,15 +34,15 @@ class Trained(NamedTuple):
 
 def opened(folder: str | Path, *, step: int | None = None, device: str | torch.device = "cpu") -> Trained:
     """The training in `folder` at its newest checkpoint, or at that of `step`."""
-    config = Path(folder) / "config.json"
-    if not config.is_file():
-        raise Mistake(f"{folder} holds no training: there is no {config}")
-    recipe = recipe_of(json.loads(config.read_text())["settings"])
+    if not checkpoint.steps(folder):
+        raise Mistake(f"{folder} holds no checkpoint; give the folder of a training that has made one")
     step, state = checkpoint.load(folder, step)
+    recipe = recipe_of(state["settings"])
     data = load(recipe.data, size=recipe.size)
     clock = recipe.clock(rank=0, world_size=1)
     clock.load_state_dict(state["ranks"][0]["clock"])
-    net = network(recipe, data, clock)
+    with torch.random.fork_rng(devices=[]):  # a training that goes on beside this must not notice
+        net = network(recipe, data, clock)
     net.load_state_dict({**state["model"], **state["ema"]})
     return Trained(recipe, net.to(device).eval(), clock, data, step)
 
@@ -59,17 +58,19 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found of a training at one update; None for what was left out."""
+    """What was found of a training at one update; None for what was left out. guidance, seed: of the samples."""
 
     step: int
     scores: Scores | None
     bits: BitsPerDim | None
     curve: LossOverTime
     held_out: int
+    guidance: float
+    seed: int
 
     def text(self) -> str:
         """Every figure with what it was measured on."""
-        lines = [f"averaged weights at update {self.step:,}"]
+        lines = [f"averaged weights at update {self.step:,}" + (f", samples with guidance {self.guidance:g}" if self.guidance != 1 else "")]
         lines += [str(part) for part in (self.scores, self.bits) if part is not None]
         lines.append(f"loss by noise level ({self.held_out} held-out images, fixed noise; time from clean to noise)")
         for times, losses in zip(np.array_split(self.curve.time, 10), np.array_split(self.curve.loss, 10), strict=True):
@@ -77,15 +78,18 @@ class Evaluation:
         return "\n".join(lines)
 
     def write(self, folder: Path) -> Path:
-        """Write it to FOLDER/evaluations; returns the file."""
+        """Write it to FOLDER/evaluations, under a name that tells apart what cannot be compared; returns the file."""
         parts = [f"step-{self.step:08d}"]
-        if self.scores is not None:
-            parts += [f"{self.scores.solver}-{self.scores.steps}", f"{self.scores.count}"]
+        if (scores := self.scores) is not None:
+            parts += [f"{scores.solver}-{scores.steps}-{scores.count}", scores.reference.replace("/", "_").replace(" ", "-")]
+            parts += [scores.resize] if scores.resize else []
+            parts += [f"guidance-{self.guidance:g}"] if self.guidance != 1 else []
+            parts += [f"seed-{self.seed}"] if self.seed else []
         target = folder / "evaluations" / ("-".join(parts) + ".json")
         target.parent.mkdir(exist_ok=True)
         curve = {"time": self.curve.time.tolist(), "loss": self.curve.loss.tolist(), "images": self.held_out}
-        both = {"scores": self.scores, "bits": self.bits}
-        write_json(target, {"step": self.step, "curve": curve, **{name: part and asdict(part) for name, part in both.items()}})
+        both = {name: part and asdict(part) for name, part in {"scores": self.scores, "bits": self.bits}.items()}
+        write_json(target, {"step": self.step, "guidance": self.guidance, "seed": self.seed, "curve": curve, **both})
         return target
 
 
@@ -109,6 +113,8 @@ def evaluated(
 
     The bound takes `vlb_steps` steps for each of `vlb_images` images, or all of them; it needs a discrete schedule, and is left out elsewhere.
     """
+    if min(samples, vlb_images) < 0:
+        raise Mistake(f"samples and vlb_images must not be negative, got {samples} and {vlb_images}; 0 leaves them out")
     recipe = run.recipe
     held_out = load(recipe.data, split="test", size=recipe.size)
     scores = bits = None
@@ -127,4 +133,4 @@ def evaluated(
             conditional=recipe.conditional, device=device,
         )  # fmt: skip
     curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=recipe.conditional, device=device)
-    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)))
+    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)), guidance, seed)

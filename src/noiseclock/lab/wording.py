@@ -5,16 +5,23 @@ speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
-from noiseclock.core import names
+from noiseclock.core.checks import resolve
+from noiseclock.core.names import SAMPLERS, SCHEDULES
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.schedules import Schedule
-from noiseclock.core.weightings import WEIGHTINGS, Weighting, weighting as make_weighting
+from noiseclock.core.uncertainty import Uncertainty
+from noiseclock.core.weightings import WEIGHTINGS, Weighting
 from noiseclock.lab.errors import Mistake, choose
 
 Made = TypeVar("Made")
+
+# in words there are no lists of betas; and a trainer, unlike a Clock, sees to it that what Uncertainty learns is optimised
+_SCHEDULES = {name: make for name, make in SCHEDULES.items() if name != "betas"}
+_WEIGHTINGS: dict[str, Callable[..., Weighting]] = {**WEIGHTINGS, "uncertainty": Uncertainty}
 
 
 def sampler(text: str) -> Sampler:
@@ -23,7 +30,7 @@ def sampler(text: str) -> Sampler:
     >>> sampler("speed:k=3,tau=641")
     SpeeD(k=3.0, tau=641, variant='paper', schedule=None)
     """
-    return _made("sampler", text, names.SAMPLERS, names.sampler)
+    return _made("sampler", text, Sampler, SAMPLERS)
 
 
 def weighting(text: str) -> Weighting:
@@ -32,15 +39,21 @@ def weighting(text: str) -> Weighting:
     >>> weighting("min-snr:gamma=4,normalize=true")
     MinSNR(normalize=True, gamma=4.0)
     """
-    return _made("weighting", text, WEIGHTINGS, make_weighting)
+    return _made("weighting", text, Weighting, _WEIGHTINGS)
 
 
 def schedule(text: str, steps: int | None) -> Schedule:
-    """The schedule of these words; steps: of a discrete one, None for a continuous one."""
-    return _made("schedule", text, names.SCHEDULES, lambda name, **options: names.schedule(name, steps, **options))
+    """The schedule of these words; steps: T of a discrete one, 1000 for None, and None for a continuous one."""
+    name, options = split(text)
+    make: Any = _SCHEDULES[choose("schedule", name, _SCHEDULES)]
+    if "steps" in options:
+        raise Mistake(f"schedule {text!r}: steps is a setting of its own; leave it out here")
+    if steps is not None and "steps" not in {f.name for f in fields(make)}:
+        raise Mistake(f"the schedule {name!r} is continuous and has no steps; set steps to None")
+    return _made("schedule", text, Schedule, _SCHEDULES, {} if steps is None else {"steps": steps})
 
 
-def _made(kind: str, text: str, known: dict[str, Any], make: Callable[..., Made]) -> Made:
+def _made(kind: str, text: str, wanted: type[Made], known: Mapping[str, Callable[..., Made]], given: Mapping[str, Any] = {}) -> Made:
     name, options = split(text)
     choose(kind, name, known)
     for inner in {"sampler", "other"} & set(options):  # of a wrapper
@@ -48,7 +61,7 @@ def _made(kind: str, text: str, known: dict[str, Any], make: Callable[..., Made]
     if isinstance(options.get("weighting"), str):
         options["weighting"] = weighting(options["weighting"])
     try:
-        return make(name, **options)
+        return resolve(kind, name, wanted, known, {**options, **given})
     except (TypeError, ValueError) as error:
         raise Mistake(f"{kind} {text!r}: {error}") from error
 
@@ -65,6 +78,8 @@ def split(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = part.partition("=")
         if not (key and equals and value):
             raise Mistake(f"{text!r}: {part!r} is not option=value")
+        if key in options:
+            raise Mistake(f"{text!r}: {key} is there twice")
         options[key] = _value(value)
     return name, options
 

@@ -1,0 +1,207 @@
+"""More of the command line: `noiseclock compare | report | analyze | watch`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from noiseclock.cli import _check_device as check_device, _parsed as parsed, console
+from noiseclock.lab.errors import Mistake
+
+if TYPE_CHECKING:
+    from noiseclock.lab.compare import Event, Plan
+
+METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed", "adaptive", "lsm")
+REPLACED = ("sampler", "weighting", "correct", "lr", "seed", "save_every", "validate_every", "sample_every", "track")
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train every method with every seed under one recipe, evaluate on the way, and say what the choice buys. Run it again to go on.
+
+    Every other setting of the recipe is an option too: see `noiseclock train RECIPE --help`.
+    """
+
+    recipe: tyro.conf.Positional[str]
+    samplers: tuple[str, ...] = METHODS
+    """methods, the first of which is the baseline: a sampler, a weighting or both, e.g. speed:k=5 adaptive+min-snr lsm@importance"""
+    seeds: int = 3
+    """how many"""
+    lr: tuple[float, ...] = ()
+    """learning rates, each for every method; the recipe's unless given"""
+    every: int | None = None
+    """updates between evaluations; a quarter of them unless given"""
+    samples: int = 1000
+    """pictures in each evaluation; 0 for none"""
+    vlb_images: int = 100
+    """held-out images for bits per dimension; 0 for none"""
+    out: str = ""
+    """folder of the results; results/RECIPE unless given"""
+    jobs: int = 1
+    """trainings at a time, which share the cores; small networks gain from it"""
+    shard: str = "1/1"
+    """i/n: the i-th of n machines, which takes every n-th training"""
+    merge: tuple[str, ...] = ()
+    """results folders of other machines, to be joined to this one first"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a comparison found, as one page."""
+
+    results: tyro.conf.Positional[str]
+    out: str | None = None
+    """the file, or the folder of the figures; beside the results unless given"""
+    format: str = "html"
+    """html, markdown or png"""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Follow a training in a browser on this machine."""
+
+    folder: tyro.conf.Positional[str]
+    port: int = 8765
+    """of 127.0.0.1"""
+    open: bool = False
+    """open a browser"""
+
+
+def compare(argv: list[str]) -> int:
+    """`noiseclock compare`."""
+    options, rest = tyro.cli(Compare, args=argv, prog="noiseclock compare", description=Compare.__doc__, return_unknown_args=True)
+    from noiseclock.lab.compare import by_workers, merge
+    from noiseclock.lab.recipes import Recipe, recipe
+
+    base = parsed(Recipe, rest, f"noiseclock compare {options.recipe}", default=recipe(options.recipe))
+    for name in REPLACED:
+        if getattr(base, name) != getattr(recipe(options.recipe), name):
+            raise Mistake(f"--{name.replace('_', '-')} is what a comparison sets for each training; see noiseclock compare --help")
+    folder = Path(options.out or f"results/{options.recipe}")
+    if options.merge:
+        console.print(f"{merge(folder, options.merge)} trainings joined to {folder}")
+    plan = _plan(options, base)
+    device = check_device(options.device)
+    events = by_workers(plan, folder, options.jobs, shard=_shard(options.shard), device=device)
+    _followed(events, plan)
+    return _summary(folder)
+
+
+def _plan(options: Compare, base: Any) -> Plan:
+    from noiseclock.lab.compare import Plan
+
+    if options.seeds < 1 or options.jobs < 1:
+        raise Mistake(f"a comparison needs at least one seed and one job, got {options.seeds} and {options.jobs}")
+    every = options.every or max(base.updates // 4, 1)
+    return Plan(
+        options.recipe, base, options.samplers, tuple(range(options.seeds)), options.lr or (base.lr,), every, samples=options.samples,
+        vlb_images=options.vlb_images,
+    )  # fmt: skip
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
+        raise Mistake(f"--shard is i/n with 1 <= i <= n, got {text!r}")
+    return int(number) - 1, int(of)
+
+
+def _followed(events: Iterable[Event], plan: Plan) -> None:
+    """Show a comparison as it goes."""
+    updates, cells = plan.base.updates, len(plan.cells())
+    reached: dict[Any, int] = {}
+    finished = 0
+    columns = (BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"0 of {cells} trainings", total=cells * updates)
+        for event in events:
+            done = updates if event.record is None and event.point is None else event.record.step if event.record else event.point["step"]  # type: ignore[index]
+            reached[event.cell] = done
+            if done == updates and (event.record is None or event.point is not None):
+                finished += 1
+                if event.point is not None and not console.is_terminal:
+                    console.print(f"{event.cell.method}, lr {event.cell.lr:g}, seed {event.cell.seed}: {_quality(event.point)}")
+            text = f"{finished} of {cells} trainings, {event.cell.method} seed {event.cell.seed}"
+            bar.update(task, completed=sum(reached.values()), description=text)
+
+
+def _quality(point: dict[str, Any]) -> str:
+    named = point.get("frechet_name")
+    first = f"{named} {point['frechet']:.4g}, " if named else ""
+    return f"{first}held-out loss {point['validation']:.4g} after {point['step']:,} updates, {point['seconds']:.0f} s"
+
+
+def _summary(folder: Path) -> int:
+    from rich import box
+    from rich.table import Table
+
+    from noiseclock.lab import statistics
+    from noiseclock.lab.report import write
+    from noiseclock.lab.results import read
+
+    results = read(folder)
+    for metric in statistics.measured(results)[:1]:
+        found = statistics.table(results, metric)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=statistics.title(results, metric), title_justify="left")
+        for i, heading in enumerate(found.headings):
+            table.add_column(heading, justify="left" if i == 0 else "right")
+        for line in found.lines:
+            table.add_row(*line)
+        console.print(table)
+    console.print(statistics.answer(results))
+    console.print(f"report: {write(folder)}")
+    return 0
+
+
+def report(argv: list[str]) -> int:
+    """`noiseclock report`."""
+    options = parsed(Report, argv, "noiseclock report")
+    from noiseclock.lab.report import write
+
+    console.print(f"written to {write(options.results, options.out, format=options.format)}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Analyze:
+    """The papers' measurements on a recipe, trained in short stages, or on a checkpoint: figures and their data."""
+
+    recipe: tyro.conf.Positional[str]
+    out: str = ""
+    """folder for them; analysis/RECIPE unless given"""
+    checkpoint: str | None = None
+    """folder of a training to be measured instead"""
+    quick: bool = False
+    """a rough look in a minute or two"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+
+
+def analyze(argv: list[str]) -> int:
+    """`noiseclock analyze`."""
+    options = parsed(Analyze, argv, "noiseclock analyze")
+    from noiseclock.lab.analyze import run
+    from noiseclock.lab.recipes import recipe
+
+    folder = Path(options.out or f"analysis/{options.recipe}")
+    device = check_device(options.device)
+    figures = run(options.recipe, recipe(options.recipe), folder, options.checkpoint, options.quick, device=device, say=console.print)
+    for figure in figures:
+        console.print(str(figure))
+    return 0
+
+
+def watch(argv: list[str]) -> int:
+    """`noiseclock watch`."""
+    options = parsed(Watch, argv, "noiseclock watch")
+    from noiseclock.lab.watch import watch as serve
+
+    serve(options.folder, options.port, open_browser=options.open, say=console.print)
+    return 0

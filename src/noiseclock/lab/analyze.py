@@ -1,0 +1,380 @@
+"""The papers' measurements on a model of yours, as data and as figures.
+
+    gradients        variance of the gradient and loss over time, through training, for each schedule     adaptive paper, Fig. 2
+    interdependence  how the loss changes everywhere when only the low times are trained                   Fig. 4
+    densities        what each method samples or weights, as densities, through training                   Fig. 5
+    vlb              as gradients, but trained with the VLB's weight, beside the density that is learned   Fig. 6
+    areas            acceleration, deceleration and convergence of the process                             SpeeD, Fig. 1
+
+`run` makes all of them for a recipe, by short trainings in FOLDER/trainings, or all but vlb for a training that there is. Each becomes
+FOLDER/NAME.json and FOLDER/NAME.png. Run it again and it goes on where it was: what has been measured is not measured again.
+
+The trainings made here keep no averages: what is measured are the weights that are trained. An opened checkpoint is measured by its averages, the
+model that is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noiseclock.core.adaptive import Adaptive
+from noiseclock.core.clock import Clock
+from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.measure import gradient_variance, interdependence, loss_over_time
+from noiseclock.core.schedules import Array
+from noiseclock.lab import analyze_figures, wording
+from noiseclock.lab.data import batches, load
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.folder import difference, write_json
+from noiseclock.lab.methods import applied
+from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.surroundings import surroundings
+from noiseclock.lab.train import train
+from noiseclock.lab.trained import Trained, opened
+
+VERSION = 1
+INTERVAL = (0.0, 0.2)  # the adaptive paper's t in [0, 200] of 1000
+SCHEDULES = ("linear", "cosine", "quadratic")
+METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed+change-aware", "adaptive", "lsm")
+Found = TypeVar("Found")
+Data = dict[str, dict[str, list[Any]]]  # by the name of the figure and what its function is given
+
+
+# --- what is found ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The gradient and the loss of a model over time, both of the loss weighted by `weighting`.
+
+    time, variance, error: (bins,) Tr Var of the gradient and its standard error. loss_time, loss: (times,).
+    """
+
+    schedule: str
+    weighting: str
+    step: int
+    time: Array
+    variance: Array
+    error: Array
+    loss_time: Array
+    loss: Array
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Losses at times (n,): `before`; `inside`, after updates at times in `interval` alone; `everywhere`, after as many at all times.
+
+    Both by a new optimiser, so `everywhere` shows how much of a change is its start.
+    """
+
+    schedule: str
+    step: int
+    updates: int
+    interval: tuple[float, float]
+    time: Array
+    before: Array
+    inside: Array
+    everywhere: Array
+
+
+@dataclass(frozen=True)
+class Density:
+    """What a method trains how much at an update, over times (n,) that cover [0, 1] evenly.
+
+    p: the density that is sampled. w: the weight of the loss, without importance correction. density: their product as a density; a weight of 2
+    counts like sampling twice as often. corrected: the loss carries base/p besides, and the objective is base·w whatever p is.
+    """
+
+    method: str
+    schedule: str
+    learned: bool
+    corrected: bool
+    step: int
+    time: Array
+    p: Array
+    w: Array
+    density: Array
+
+
+@dataclass(frozen=True)
+class Process:
+    """SpeeD's view of a schedule over its steps (T,): acceleration up to step `peak`, deceleration up to `converged`, then convergence.
+
+    variance: Ψ_t of an increment. change: slope of 1-ᾱ per step. speed: slope of √(1-ᾱ) per step.
+    """
+
+    schedule: str
+    peak: int
+    converged: int
+    variance: Array
+    change: Array
+    speed: Array
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    stages: updates after which a model is looked at; the last is the length of each training. batch: images of an update, at most. images: that
+    are measured on. times: at which the loss is taken. bins, samples, pairs: of `gradient_variance`. updates: that see INTERVAL alone.
+    methods: whose densities are shown. adaptive: how the method of that name is set for trainings so short.
+    """
+
+    stages: tuple[int, ...]
+    batch: int
+    images: int = 512
+    times: int = 50
+    bins: int = 32
+    samples: int = 64
+    pairs: int = 4
+    updates: int = 100
+    methods: tuple[str, ...] = METHODS
+    adaptive: str = "adaptive"
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.stages[0] < 1 or any(a >= b for a, b in pairwise(self.stages)):
+            raise Mistake(f"stages are numbers of updates that rise, from 1 or more, got {self.stages}")
+
+
+def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:
+    """For a data set of so many images: 20 epochs, as in the adaptive paper's Fig. 2, or as many as the recipe has; quick: a first look."""
+    if quick:
+        probes = "adaptive:every=2,stride=50,queue=5"
+        return Plan((8, 24), min(recipe.batch, 16), images=32, times=16, bins=8, samples=16, pairs=1, updates=8, adaptive=probes)
+    last = min(recipe.updates, max(20, round(20 * images / recipe.batch)))
+    stages = sorted({max(1, round(last * share)) for share in (0.05, 0.1, 0.25, 0.5, 1)})
+    # a hundred probes at least, with a coarser grid where the paper's settings would give fewer
+    probes = "adaptive" if last >= 4000 else f"adaptive:every={max(1, last // 100)},stride=10"
+    return Plan(tuple(stages), recipe.batch, adaptive=probes)
+
+
+def profile(run: Trained, plan: Plan, *, weighted: bool = False, device: str = "cpu") -> Profile:
+    """The gradient and the loss over time; weighted: by the weighting of the run, else plain."""
+    x0, cond = some(run, plan.images, device)
+    with _autocast(run, device):
+        slope = gradient_variance(
+            run.clock, run.net, x0, cond=cond, bins=plan.bins, samples=min(plan.samples, len(x0)), pairs=plan.pairs, weighted=weighted
+        )
+        curve = loss_over_time(run.clock, run.net, x0, cond=cond, times=plan.times)
+    weighting = run.recipe.weighting if weighted else "constant"
+    loss = curve.weighted if weighted else curve.loss
+    return Profile(run.recipe.schedule, weighting, run.step, slope.time, slope.variance, slope.error, curve.time, loss)
+
+
+def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
+    """What training INTERVAL alone does to the loss everywhere; the model stays as it is."""
+    x0, cond = some(run, plan.images, device)
+    found = []
+    for interval in (INTERVAL, (0.0, 1.0)):
+        make = torch.optim.Adam if run.recipe.optimizer == "adam" else torch.optim.AdamW
+        optimizer = make(run.net.parameters(), lr=run.recipe.lr, betas=run.recipe.betas, weight_decay=run.recipe.weight_decay)
+        with _autocast(run, device):
+            found.append(
+                interdependence(
+                    run.clock, run.net.train(), optimizer, x0, cond=cond, interval=interval, updates=plan.updates, times=plan.times, batch=plan.batch
+                )
+            )
+    run.net.eval()
+    only, control = found
+    return Coupling(run.recipe.schedule, run.step, plan.updates, INTERVAL, only.time, only.before, only.after, control.after)
+
+
+def density(clock: Clock, method: str, schedule: str, step: int = 0) -> Density:
+    """What a clock samples and weights as it stands, on the steps of its schedule or on 1000 times."""
+    curves = clock.plot_data()
+    return _density(clock, method, schedule, step, curves.time, curves.p, curves.w)
+
+
+def logged(run: Trained, folder: Path, method: str) -> list[Density]:
+    """What a training has sampled through time, from the validations in its log, and what it samples now."""
+    found, clock = [], run.clock
+    for record in _validations(folder / "log.jsonl"):
+        if record["step"] < run.step:
+            time, p = (np.array(record[name], dtype=np.float64) for name in ("density_time", "density"))
+            w = clock.weighting(clock.schedule, torch.as_tensor(time), clock.objective).numpy()
+            found.append(_density(clock, method, run.recipe.schedule, record["step"], time, p, w))
+    return [*found, density(clock, method, run.recipe.schedule, run.step)]
+
+
+def _density(clock: Clock, method: str, schedule: str, step: int, time: Array, p: Array, w: Array) -> Density:
+    learned = isinstance(clock.sampler, (Adaptive, LearnedDensity)) or clock.sampler.counts_updates
+    weighted = p * w * (p.mean() / (p * w).mean())
+    return Density(method, schedule, learned, clock.corrected, step, time, p, w, weighted)
+
+
+def _validations(log: Path) -> Iterator[dict[str, Any]]:
+    """The validations in a log that tell a density; lines that are damaged do not."""
+    for line in log.read_bytes().splitlines() if log.is_file() else []:
+        try:
+            record = json.loads(line)
+            if record["kind"] == "validation" and len(record["density"]) == len(record["density_time"]) > 0:
+                yield record
+        except (KeyError, TypeError, ValueError):
+            continue
+
+
+def process(schedule: str, steps: int | None) -> Process:
+    """The areas of a schedule, given by its words and its number of steps."""
+    made = wording.schedule(schedule, steps)
+    return Process(schedule, *made.areas(), *made.increments())
+
+
+def some(run: Trained, n: int, device: str) -> tuple[Tensor, Tensor | None]:
+    """n images of the training data (n, C, H, W), all if there are fewer, and their labels (n,) for a model that is told them."""
+    stream: Any = batches(run.data, min(n, len(run.data)), seed=run.recipe.seed, device=device)
+    x0, labels = next(stream)
+    stream.close()
+    return x0, labels if run.recipe.conditional else None
+
+
+def _autocast(run: Trained, device: str) -> torch.autocast:
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=run.recipe.precision == "bf16")
+
+
+# --- all of it ----------------------------------------------------------------------------------------------------------------------------
+
+
+def run(
+    recipe_name: str, recipe: Recipe, folder: str | Path, checkpoint: str | Path | None = None, quick: bool = False, *,
+    plan: Plan | None = None, device: str | None = None, say: Callable[[str], None] = lambda text: None,
+) -> list[Path]:  # fmt: skip
+    """Measure, write and draw everything into `folder`; returns the figures.
+
+    checkpoint: the folder of a training, which is then measured in place of new ones, and whose recipe counts. quick: about a minute for digits.
+    say: is told what is being done.
+    """
+    folder, device = Path(folder), device or ("cuda" if torch.cuda.is_available() else "cpu")
+    trained = None if checkpoint is None else opened(checkpoint, device=device)
+    recipe = recipe if trained is None else trained.recipe
+    plan = plan or planned(recipe, len(load(recipe.data, size=recipe.size) if trained is None else trained.data), quick=quick)
+    _claim(folder, recipe_name, recipe, plan, None if trained is None else trained.step, device)
+    found = from_recipe(recipe, folder, plan, device, say) if trained is None else from_checkpoint(trained, Path(str(checkpoint)), plan, device, say)
+    written = []
+    for name, data in found.items():
+        write_json(folder / f"{name}.json", {kind: [as_json(each) for each in every] for kind, every in data.items()})
+        written.append(analyze_figures.draw(name, data, folder / f"{name}.png"))
+    return written
+
+
+def from_recipe(recipe: Recipe, folder: Path, plan: Plan, device: str, say: Callable[[str], None]) -> Data:
+    """The data of every figure, by trainings in FOLDER/trainings."""
+    short = shortened(recipe, plan)
+    schedules = tuple(dict.fromkeys((recipe.schedule, *SCHEDULES))) if recipe.steps else (recipe.schedule,)
+
+    def trained(schedule: str, method: str, kind: type[Found], measure: Callable[[Trained], Found]) -> list[Found]:
+        place = folder / "trainings" / f"{schedule}-{method}".replace(":", "-").replace(",", "-")
+        settings = replace(applied(plan.adaptive if method == "adaptive" else method, short), schedule=schedule)
+        stages = plan.stages[-1:] if kind is Coupling else plan.stages
+        return through(settings, place, stages, kind, measure, device=device, say=lambda text: say(f"{schedule} schedule, {method}: {text}"))
+
+    def densities(schedule: str, method: str) -> list[Density]:
+        now = density(replace(applied(method, short), schedule=schedule).clock(rank=0, world_size=1), method, schedule)
+        if not now.learned:
+            return [now]
+        return trained(schedule, method, Density, lambda run: density(run.clock, method, schedule, run.step))
+
+    plain, weighted = partial(profile, plan=plan, device=device), partial(profile, plan=plan, weighted=True, device=device)
+    gradients = [each for schedule in schedules for each in trained(schedule, "uniform", Profile, plain)]
+    coupled = trained(recipe.schedule, "uniform", Coupling, partial(coupling, plan=plan, device=device))
+    all_densities = [each for method in plan.methods for each in densities(recipe.schedule, method)]
+    profiles = [each for schedule in schedules[:2] for each in trained(schedule, "vlb", Profile, weighted)]
+    learned = [each for schedule in schedules[:2] for each in densities(schedule, "adaptive")]
+    return {
+        "gradients": {"profiles": gradients},
+        "interdependence": {"couplings": coupled},
+        "densities": {"densities": all_densities},
+        "vlb": {"profiles": profiles, "densities": learned},
+        "areas": {"processes": [process(schedule, recipe.steps) for schedule in schedules]},
+    }
+
+
+def from_checkpoint(run: Trained, folder: Path, plan: Plan, device: str, say: Callable[[str], None]) -> Data:
+    """The data of every figure that needs no new training."""
+    recipe = run.recipe
+    say(f"{folder} at update {run.step:,}: the gradient over time")
+    gradients = [profile(run, plan, device=device)]
+    say("interdependence")
+    coupled = [coupling(run, plan, device=device)]
+    fixed = [density(applied(method, recipe).clock(rank=0, world_size=1), method, recipe.schedule) for method in plan.methods]
+    own = logged(run, folder, f"this training: {recipe.sampler}" + (f", {recipe.weighting}" if recipe.weighting != "constant" else ""))
+    densities = [*own, *(each for each in fixed if not each.learned)]
+    return {
+        "gradients": {"profiles": gradients},
+        "interdependence": {"couplings": coupled},
+        "densities": {"densities": densities},
+        "areas": {"processes": [process(recipe.schedule, recipe.steps)]},
+    }
+
+
+def shortened(recipe: Recipe, plan: Plan) -> Recipe:
+    """The recipe as it is trained here: no averages, warm after a quarter at the latest, and nothing to be seen on the way."""
+    quiet: dict[str, Any] = {"log_every": 0, "validate_every": 0, "sample_every": 0, "track": ()}
+    accumulate = recipe.accumulate if plan.batch % recipe.accumulate == 0 else 1
+    warmup = min(recipe.warmup, plan.stages[-1] // 4)
+    return replace(recipe, ema=0.0, warmup=warmup, batch=plan.batch, accumulate=accumulate, updates=plan.stages[-1], **quiet)
+
+
+def through(
+    recipe: Recipe, folder: Path, stages: Sequence[int], kind: type[Found], measure: Callable[[Trained], Found], *, device: str = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Found]:  # fmt: skip
+    """Train to each stage and measure there. What was measured before is read from the training's folder.
+
+    A stage is measured before the training goes on, so what is missing can still be measured.
+    """
+    found = []
+    for stage in stages:
+        file = folder / "measured" / f"{kind.__name__.lower()}-{stage:08d}.json"
+        if not file.exists():
+            say(f"update {stage:,} of {stages[-1]:,}")
+            for _ in train(replace(recipe, updates=stage), folder, device=device):
+                pass
+            made = measure(opened(folder, device=device))
+            file.parent.mkdir(exist_ok=True)
+            write_json(file, as_json(made))
+        found.append(from_json(kind, json.loads(file.read_text())))
+    return found
+
+
+# --- files --------------------------------------------------------------------------------------------------------------------------------
+
+
+def as_json(found: Any) -> dict[str, Any]:
+    """A dataclass of numbers, words and arrays as plain values."""
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in asdict(found).items()}
+
+
+def from_json(kind: type[Found], data: Mapping[str, Any]) -> Found:
+    """The dataclass of such values."""
+    kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    values = {name: np.array(value, dtype=np.float64) if kinds[name] == "Array" else value for name, value in data.items()}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _claim(folder: Path, name: str, recipe: Recipe, plan: Plan, step: int | None, device: str) -> None:
+    """Write what is analysed to FOLDER/analysis.json; a Mistake if another analysis is there."""
+    config: dict[str, Any] = {"version": VERSION, "recipe": name, "checkpoint": step, "settings": recipe.settings(), "plan": asdict(plan)}
+    file = folder / "analysis.json"
+    if file.exists():
+        try:
+            theirs = json.loads(file.read_text())
+            flat = [{**part["settings"], **part["plan"], "recipe": part["recipe"], "checkpoint": part["checkpoint"]} for part in (config, theirs)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Mistake(f"{file} is damaged; remove it, or choose another folder") from error
+        if changes := difference(*flat):
+            raise Mistake(f"{folder} holds another analysis; choose another folder, or make the settings alike:\n{changes}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, {**config, "made with": surroundings(torch.device(device), 1)})

@@ -1,0 +1,45 @@
+"""A comparison's answer, for people: a page, Markdown, or figures for a paper.
+
+    write("results/digits")                      # results/digits/report.html
+    write("results/digits", format="markdown")   # results/digits/report.md
+    write("results/digits", format="png")        # results/digits/figures/
+
+It reads result files and nothing else. What is missing or damaged in them is said, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from noiseclock.lab.errors import Failure, Mistake, choose
+from noiseclock.lab.report_figures import figures
+from noiseclock.lab.report_markdown import markdown
+from noiseclock.lab.report_page import page
+from noiseclock.lab.results import read
+
+__all__ = ["figures", "markdown", "page", "write"]
+
+FORMATS = {"html": "report.html", "markdown": "report.md", "png": "figures"}
+
+
+def write(folder: str | Path, out: str | Path | None = None, *, format: str = "html") -> Path:
+    """Write the report on a folder of results, into that folder unless `out` is given, and give back where it is."""
+    folder = Path(folder)
+    choose("format", format, FORMATS)
+    if not folder.is_dir():
+        raise Mistake(f"there is no folder {folder}; give the one that `noiseclock compare` has written")
+    path, results = Path(out) if out else folder / FORMATS[format], read(folder)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if format == "png":
+            figures(results, path)
+            return path
+        text = page(results) if format == "html" else markdown(results)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise Failure(f"{path} could not be written: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,215 @@
+"""The numbers behind a report's charts, as plain lists: the page draws them with JavaScript, the figures for papers with matplotlib.
+
+A list by method goes in the order of `Results.methods` and has None for a method that lacks it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from noiseclock.lab import statistics
+from noiseclock.lab.curves import HIGHER_IS_BETTER, curve, reached, seconds_per_update
+from noiseclock.lab.results import Cell, Results
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, (on light, on dark); the first is the baseline's. Yellow is left out: it drowns on
+# white. Where there are more methods than colours, dashes go on.
+COLOURS = [
+    ("#3f3f46", "#d4d4d8"), ("#0072b2", "#5aa9e6"), ("#d55e00", "#ff8a4c"), ("#008f68", "#35c79b"), ("#b0568a", "#e59ac6"), ("#b98300", "#f0bb45"),
+    ("#2f9fd6", "#8fd3ff"), ("#6a4fb3", "#b39df0"),
+]  # fmt: skip
+DASHES = ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
+LOG_FROM = 4.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
+
+
+def charts(results: Results) -> dict[str, Any]:
+    """All of them."""
+    return {
+        "methods": looks(results),
+        "metrics": {metric: quality(results, metric) for metric in statistics.measured(results)},
+        "loss": loss(results),
+        "density": density(results),
+        "sweeps": sweeps(results.methods),
+        "overhead": overhead(results),
+    }
+
+
+def looks(results: Results) -> list[dict[str, Any]]:
+    """How each method is drawn; the baseline's colour is nobody else's."""
+    found, others = [], 0
+    for method in results.methods:
+        if method == results.baseline:
+            colour, turn = 0, 0
+        else:
+            colour, turn = 1 + others % (len(COLOURS) - 1), others // (len(COLOURS) - 1)
+            others += 1
+        dash = DASHES[turn % len(DASHES)]
+        found.append({"name": method, "baseline": method == results.baseline, "colour": colour, "dash": dash, "symbol": SYMBOLS[colour]})
+    return found
+
+
+def quality(results: Results, metric: str) -> dict[str, Any]:
+    """A metric through training, at the common learning rate and, in the end, at every one.
+
+    curves: see `through_training`. target: the best that the baseline had, its mean. day: the seconds that took it, the paper's 1D. finals: values
+    over seeds at the last update in common. lrs: the same against the learning rate, of methods that were trained with several.
+    """
+    common = [cell for cell in results.cells if cell.lr == results.lr]
+    end, ends = statistics.final(common, metric), statistics.final(results.cells, metric)
+    curves = [through_training(results.of(method, results.lr), metric) for method in results.methods]
+    higher = metric in HIGHER_IS_BETTER
+    level, seconds = [], []
+    for cell in results.of(results.baseline, results.lr):
+        best, evaluations = end.best.get((cell.method, cell.lr, cell.seed), math.nan), curve(cell, metric)
+        if math.isfinite(best):
+            level.append(best)
+            seconds.append(reached(evaluations, evaluations.seconds, best, higher=higher))
+    day = _mean(seconds)
+    values = [value for line in curves if line for value in (*line["low"], *line["high"]) if value is not None]
+    return {
+        "name": statistics.title(results, metric), "higher": higher, "step": end.step, "curves": curves, "target": _mean(level),
+        "day": day if day is not None and math.isfinite(day) and day > 0 else None,
+        "log": not higher and bool(values) and min(values) > 0 and max(values) > LOG_FROM * min(values),
+        "finals": [_over_seeds([value for key, value in end.values.items() if key[0] == method]) for method in results.methods],
+        "lrs": [_by_lr(method, ends) for method in results.methods],
+    }  # fmt: skip
+
+
+def through_training(cells: Sequence[Cell], metric: str) -> dict[str, list[Any]] | None:
+    """The mean of the cells at each update that any was evaluated at, the range over them, and of how many (n), of which all but n have failed."""
+    curves = [curve(cell, metric) for cell in cells]
+    found: dict[str, list[Any]] = {name: [] for name in ("step", "images", "seconds", "mean", "low", "high", "n")}
+    for step in sorted({int(step) for one in curves for step in one.step}):
+        at = [(one, int(i)) for one in curves for i in np.flatnonzero((one.step == step) & np.isfinite(one.value))]
+        values = _over_seeds([float(one.value[i]) for one, i in at]) or {"mean": None, "low": None, "high": None, "n": 0}
+        images, seconds = (_mean([float(getattr(one, name)[i]) for one, i in at]) for name in ("images", "seconds"))
+        for name, value in {"step": step, "images": images, "seconds": seconds, **values}.items():
+            found[name].append(value)
+    return found if any(found["n"]) else None
+
+
+def loss(results: Results) -> dict[str, Any] | None:
+    """Held-out loss by noise level at the last update that the methods share, and its ratio to the baseline's."""
+    cells = {method: results.of(method, results.lr) for method in results.methods}
+    step = _last_in_common([{record["step"] for cell in of for record in cell.validations if "loss_by_time" in record} for of in cells.values()])
+    if step is None:
+        return None
+    found: list[dict[str, Any] | None] = []
+    for of in cells.values():
+        records = [record for cell in of for record in cell.validations if record["step"] == step and "loss_by_time" in record]
+        time, rows = _stacked(records, "time", "loss_by_time")
+        ends = {"mean": rows.mean(0).tolist(), "low": rows.min(0).tolist(), "high": rows.max(0).tolist()} if len(rows) else {}
+        found.append({"time": time, **ends, "n": len(rows)} if ends else None)
+    base = found[results.methods.index(results.baseline)] if results.baseline in results.methods else None
+    for entry in found:
+        if entry is not None and base is not None and base["time"] == entry["time"] and min(base["mean"]) > 0:
+            entry["ratio"] = (np.array(entry["mean"]) / np.array(base["mean"])).tolist()
+    return {"step": step, "methods": found}
+
+
+def density(results: Results) -> dict[str, Any] | None:
+    """The sampler's density by time (rows) through training (columns), the mean over seeds; most: the end of a scale that fits all methods."""
+    found: list[dict[str, Any] | None] = []
+    for method in results.methods:
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for cell in results.of(method, results.lr):
+            for record in cell.validations:
+                if "density" in record:
+                    by_step.setdefault(record["step"], []).append(record)
+        columns = {step: _stacked(records, "density_time", "density") for step, records in sorted(by_step.items())}
+        time = next((time for time, _ in columns.values()), [])
+        steps = [step for step, (own, rows) in columns.items() if own == time and len(rows)]
+        grid = np.array([columns[step][1].mean(0) for step in steps]).T
+        found.append({"step": steps, "time": time, "density": grid.tolist()} if grid.size else None)
+    values = np.concatenate([np.ravel(entry["density"]) for entry in found if entry]) if any(found) else np.array([])
+    # a peak in a few places would leave the rest of the scale unused
+    return {"methods": found, "most": float(max(2.0, np.quantile(values, 0.995)))} if len(values) else None
+
+
+def overhead(results: Results) -> list[dict[str, Any] | None]:
+    """Seconds an update over the baseline's, the geometric mean over seeds."""
+    metrics = statistics.measured(results)
+    rows = statistics.table(results, metrics[0]).rows if metrics else []  # in the order of methods; any metric's has it
+    found: list[dict[str, Any] | None] = []
+    for row in rows:
+        ratio, seconds = row.overhead.mean, _mean([seconds_per_update(cell) for cell in results.of(row.method, row.lr)])
+        said = f"{1000 * seconds:,.3g} ms an update" if seconds is not None else ""
+        found.append({"ratio": ratio, "label": f"{ratio:.2f}×", "text": said} if ratio is not None else None)
+    return found
+
+
+# --- sweeps -------------------------------------------------------------------------------------------------------------------------------
+
+
+def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
+    """Methods that differ in the value of one option, by that value.
+
+    >>> [found] = sweeps(["uniform", "speed:k=10,tau=700", "speed:k=5,tau=700", "speed:k=5"])
+    >>> found["title"], found["points"]
+    ('speed:k=…,tau=700', [(2, 5.0), (1, 10.0)])
+    """
+    groups: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    for m, method in enumerate(methods):
+        for match in re.finditer(r"(?<=[:,])([^:,+@=]+)=([^:,+@=]+)", method):
+            name = method[: match.start()].rpartition("+")[2].partition(":")[0]
+            key = (method[: match.start(2)], method[match.end(2) :], name, match[1])
+            groups.setdefault(key, []).append((m, match[2]))
+    found = []
+    for (before, after, name, option), points in groups.items():
+        if len(points) < 2:
+            continue
+        numbers = [_float(value) for _, value in points]
+        known = [value for value in numbers if value is not None]
+        numeric = len(known) == len(points)
+        ordered: list[tuple[int, Any]] = sorted(zip((m for m, _ in points), known, strict=True), key=lambda p: p[1]) if numeric else [*points]
+        log = numeric and min(known) > 0 and max(known) >= 8 * min(known)
+        label = "|S|, times that a probe looks at" if (name, option) == ("adaptive", "count") else f"{option} of {name}"
+        found.append({"title": f"{before}…{after}", "option": option, "label": label, "points": ordered, "numeric": numeric, "log": log})
+    return found
+
+
+# --- over seeds ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _over_seeds(values: Sequence[float]) -> dict[str, Any] | None:
+    """Of the finite ones."""
+    finite = [value for value in values if math.isfinite(value)]
+    return {"mean": sum(finite) / len(finite), "low": min(finite), "high": max(finite), "n": len(finite)} if finite else None
+
+
+def _by_lr(method: str, ends: statistics.Final) -> dict[str, list[Any]] | None:
+    lrs = sorted({lr for name, lr, _ in ends.values if name == method})
+    there = [(lr, _over_seeds([value for key, value in ends.values.items() if key[:2] == (method, lr)])) for lr in lrs]
+    rows = [{"lr": lr, **values} for lr, values in there if values]
+    return {name: [row[name] for row in rows] for name in ("lr", "mean", "low", "high", "n")} if len(rows) > 1 else None
+
+
+def _stacked(records: Sequence[dict[str, Any]], axis: str, name: str) -> tuple[list[float], np.ndarray]:
+    """The curves of records that have the first one's axis, (seeds, points); those with a value that is not finite are left out."""
+    records = [record for record in records if np.isfinite([*record[axis], *record[name]]).all() and record[axis]]
+    alike = [record for record in records if record[axis] == records[0][axis]]
+    return (alike[0][axis], np.array([record[name] for record in alike], dtype=float)) if alike else ([], np.zeros((0, 0)))
+
+
+def _last_in_common(steps: Iterable[set[int]]) -> int | None:
+    """The last that all have; if there is none, the last of any."""
+    there = [some for some in steps if some]
+    return max(set.intersection(*there) or set.union(*there)) if there else None
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _float(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,120 @@
+"""A comparison's answer in Markdown, and the words that it shares with the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from noiseclock.lab import statistics
+from noiseclock.lab.results import Results
+from noiseclock.lab.statistics import BETTER, SAME, WORSE, Table
+
+
+def markdown(results: Results) -> str:
+    """The answer, the tables, what is needed to repeat it, and what is missing."""
+    parts = [f"# {_text(heading(results))}", _text(statistics.answer(results)), _text(" · ".join(facts(results)))]
+    for own_lr in (False, True) if len(results.lrs) > 1 else (False,):
+        for metric in statistics.measured(results):
+            t = statistics.table(results, metric, own_lr=own_lr)
+            parts += [f"## {_text(capital(t.title))}{', each at its own best learning rate' if own_lr else ''}", _rows(t), _text(" ".join(t.notes))]
+    settings = {**results.config.get("settings", {}), **results.config.get("made with", {})}
+    parts += ["## To repeat it", _block(command(results))]
+    parts += [_grid(["setting", "value"], ([_text(name), _code(shown(value))] for name, value in settings.items()))] if settings else []
+    parts += ["## What is missing or damaged", "\n".join(f"- {_text(problem)}" for problem in results.problems)] if results.problems else []
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _rows(t: Table) -> str:
+    lines = [[_code(method), *(f"**{text}**" if text in (BETTER, WORSE, SAME) else _text(text) for text in rest)] for method, *rest in t.lines]
+    return _grid([_text(head) for head in t.headings], lines)
+
+
+def _grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def _code(text: str) -> str:
+    """A span of code in a table, where only its own fence and the table's bars mean anything."""
+    fence, space = _fence(text, 1), " " if "`" in text else ""
+    return f"{fence}{space}{_one_line(text).replace('|', chr(92) + '|')}{space}{fence}"
+
+
+def _block(text: str) -> str:
+    fence = _fence(text, 3)
+    return f"{fence}\n{text}\n{fence}"
+
+
+def _fence(text: str, least: int) -> str:
+    """More backquotes than the text has in a row."""
+    return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+
+
+def _text(text: str) -> str:
+    """Words in which no character means anything to Markdown or HTML.
+
+    >>> print(_text("a_b <img> | **c**"))
+    a\\_b \\<img\\> \\| \\*\\*c\\*\\*
+    """
+    return re.sub(r"([\\`*_{}\[\]<>#|~!&])", r"\\\1", _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- words for both -----------------------------------------------------------------------------------------------------------------------
+
+
+def heading(results: Results) -> str:
+    """What was compared."""
+    return f"{results.recipe}: {many(len(results.methods), 'method')}, {many(len(results.seeds), 'seed')}"
+
+
+def facts(results: Results) -> list[str]:
+    """How it was compared, as far as is known."""
+    settings, config = results.config.get("settings", {}), results.config
+    point = next((cell.points[-1] for cell in results.cells if cell.points), {})
+    batch = f" of {settings['batch']} images" if isinstance(settings.get("batch"), int) else ""
+    solver = f" by {point['solver']} in {point.get('solver_steps', '?')} steps" if "solver" in point else ""
+    known = [
+        f"{settings['updates']:,} updates{batch}" if isinstance(settings.get("updates"), int) else "",
+        f"learning rate {results.lr:g}" if results.lr is not None else "",
+        f"evaluated every {config['every']:,} updates" if "every" in config else "",
+        f"{point['samples']:,} samples{solver}" if "samples" in point else "",
+        *sorted({str(cell.made_with["machine"]) for cell in results.cells if "machine" in cell.made_with}),
+    ]
+    return [fact for fact in known if fact]
+
+
+def command(results: Results) -> str:
+    """The command line: as it was written down, else made from what compare.json says."""
+    config = results.config
+    if isinstance(config.get("command"), str):
+        return str(config["command"])
+    seeds = config.get("seeds", results.seeds)
+    options: dict[str, Sequence[Any]] = {
+        "--samplers": config.get("methods", results.methods),
+        "--seeds": [len(seeds)] if seeds == list(range(len(seeds))) else seeds,
+        "--lr": [f"{lr:g}" for lr in config.get("lrs", results.lrs)],
+        **{f"--{name.replace('_', '-')}": [config[name]] for name in ("every", "samples", "vlb_images") if isinstance(config.get(name), int)},
+    }
+    words = [shlex.quote(str(word)) for name, values in options.items() if values for word in (name, *values)]
+    return " ".join(["noiseclock compare", shlex.quote(results.recipe), *words])
+
+
+def many(n: int, what: str) -> str:
+    """A number of things."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def capital(text: str) -> str:
+    """The text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def shown(value: Any) -> str:
+    """A setting as text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,367 @@
+"""The page of a report: one HTML file that needs no network.
+
+Names, settings and paths come from files that anyone may have written. All of them reach the page through `escape`, or as JSON that cannot end its
+script element, and the page's Content-Security-Policy runs no script but the two whose hashes it names.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import sha256
+from html import escape
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+from plotly.offline import get_plotlyjs
+
+from noiseclock.lab import statistics
+from noiseclock.lab.report_charts import COLOURS, charts
+from noiseclock.lab.report_markdown import capital, command, facts, heading, many, shown
+from noiseclock.lab.results import Results
+from noiseclock.lab.statistics import BETTER, WORSE, Difference, Table
+
+STEPS_OF_SAMPLES = 6  # grids of a method that can be looked through
+MOST_BYTES = 20_000_000  # of all grids together
+
+
+def page(results: Results) -> str:
+    """The page."""
+    data, problems = charts(results), [*results.problems]
+    grids = _grids(results, problems)
+    script, plotly = _asset("report.js"), get_plotlyjs()
+    sections = [
+        _answers(results, data), _qualities(data), _learning_rates(results, data), _sweeps(data), _samples(grids, data), _losses(data),
+        _densities(data), _overheads(data), _repeat(results), _problems(problems),
+    ]  # fmt: skip
+    first, _, rest = statistics.answer(results).partition(". ")
+    hashes = " ".join(f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'" for text in (plotly, script))
+    return Template(_asset("report.html")).substitute(
+        policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'",
+        generator=f"noiseclock {version('noiseclock')}",
+        title=escape(f"{results.recipe}: {many(len(results.methods), 'method')} compared"),
+        palette=_palette(),
+        style=_asset("report.css"),
+        eyebrow="Noiseclock comparison",
+        heading=escape(heading(results)),
+        answer=escape(first.removesuffix(".") + "."),
+        more=f'<details class="more"><summary>All methods in words</summary><p>{escape(rest)}</p></details>' if rest else "",
+        facts=" · ".join(escape(fact) for fact in facts(results)),
+        warning=_warning(problems),
+        controls=_controls(data),
+        sections="\n".join(section for section in sections if section),
+        footer=f"Written by noiseclock {escape(version('noiseclock'))} from the result files alone.",
+        data=_island({**data, "steps": grids.steps}),
+        plotly=plotly,
+        script=script,
+    )  # fmt: skip
+
+
+def _warning(problems: Sequence[str]) -> str:
+    if not problems:
+        return ""
+    said = f"{many(len(problems), 'thing')} {'is' if len(problems) == 1 else 'are'} missing or damaged"
+    return f'<p class="warning">Not all is there: <a href="#problems">{said}</a>. The rest is shown.</p>'
+
+
+def _controls(data: dict[str, Any]) -> str:
+    if not data["metrics"] and not data["methods"]:
+        return ""
+    options = "".join(f'<option value="{escape(key)}">{escape(metric["name"])}</option>' for key, metric in data["metrics"].items())
+    choice = f'<label><span class="sr">Metric</span><select id="metric" aria-label="Metric">{options}</select></label>' if options else ""
+    boxes = "".join(f'<label><input type="checkbox" value="{m}" checked>{_name(data, m)}</label>' for m in range(len(data["methods"])))
+    return (
+        f'<nav class="controls" aria-label="What is shown"><div class="page">{choice}'
+        f'<fieldset class="methods"><legend class="sr">Methods shown in all charts</legend>{boxes}</fieldset></div></nav>'
+    )
+
+
+def _answers(results: Results, data: dict[str, Any]) -> str:
+    """A table for each metric; the page shows the one that is chosen."""
+    tables = [statistics.table(results, metric) for metric in data["metrics"]]
+    content = "".join(_for_metric(t.metric, i, _table(t, data) + _notes(t)) for i, t in enumerate(tables))
+    return _section("answer", "The numbers", "", content) if tables else ""
+
+
+def _table(t: Table, data: dict[str, Any]) -> str:
+    """Its rows, with each interval drawn as well."""
+    widest = max((abs(end) for row in t.rows if row.difference for end in _ends(row.difference)), default=0.0)
+    direction = "higher" if t.higher_is_better else "lower"
+    heads = [
+        ("Method", ""), *([("Learning rate", "number")] if t.own_lr else []), (f"{escape(t.title)}<br>{direction} is better", "number"),
+        ("Verdict<br>p, corrected", "verdict"), (f"Difference to {escape(t.baseline)}<br>95 % interval", "wide"), ("Speed-up<br>in time", "number"),
+        ("Speed-up<br>in images", "number"), ("Time per<br>update", "number"), ("Seeds", "number"),
+    ]  # fmt: skip
+    head = "".join(f'<th scope="col" class="{kind}"{" colspan=2" if kind == "wide" else ""}>{text}</th>' for text, kind in heads)
+    body = ""
+    for m, (row, line) in enumerate(zip(t.rows, t.lines, strict=True)):
+        _, lr, final, _, change, p, verdict, images, seconds, _, per_update, seeds = line
+        kind = {BETTER: "is-better", WORSE: "is-worse"}.get(row.verdict, "")
+        cells = [
+            *([_number(lr)] if t.own_lr else []), _number(final),
+            f'<td class="verdict"><span class="{kind}">{escape(verdict)}</span>{"" if p == "-" else f" <small>p = {escape(p)}</small>"}</td>',
+            _number(change), f'<td class="drawn {kind}">{_drawn(row.difference, widest)}</td>',
+            _number(seconds, "×"), _number(images, "×"), _number(per_update, "×"), _number(seeds),
+        ]  # fmt: skip
+        body += f'<tr><th scope="row">{_name(data, m)}</th>{"".join(cells)}</tr>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(t.title)}">{table}</div>'
+
+
+def _drawn(difference: Difference | None, widest: float) -> str:
+    """A difference and its interval on a line through zero."""
+    if difference is None or not widest:
+        return ""
+    mean, *interval = (48 + 44 * end / widest for end in _ends(difference))
+    bar = '<line x1="{:.1f}" x2="{:.1f}" y1="9" y2="9" stroke="currentColor" stroke-width="1.5"/>'.format(*interval) if interval else ""
+    return (
+        '<svg width="96" height="18" aria-hidden="true"><line x1="48" x2="48" y1="-5" y2="23" stroke="currentColor" stroke-opacity="0.35"/>'
+        f'{bar}<circle cx="{mean:.1f}" cy="9" r="3.5" fill="currentColor"/></svg>'
+    )
+
+
+def _ends(d: Difference) -> tuple[float, ...]:
+    """The mean, and the ends of the interval if there is one."""
+    return (d.mean, *(d.interval or ())) if d.relative is None else (d.relative, *(d.relative_interval or ()))
+
+
+def _notes(t: Table) -> str:
+    return f'<p class="footnote">{escape(" ".join(t.notes))}</p>'
+
+
+def _qualities(data: dict[str, Any]) -> str:
+    if not data["metrics"]:
+        return ""
+    about = (
+        "A line is the mean over seeds, its band spans them, and it is dotted where some seeds have no value. The dotted level is the best that"
+        " the baseline had. Training time includes all that a sampler does and leaves out evaluations; 1D is the time in which the baseline got to"
+        " its best."
+    )
+    pair = "".join(
+        _chart(
+            f"{_titles(data)} against {what}",
+            "",
+            f'data-chart="quality" data-by="{by}"',
+            f"Line chart of quality against {what}, one line for each method",
+        )
+        for by, what in (("images", "images"), ("seconds", "training time"))
+    )
+    return _section("quality", "Quality through training", about, f'<div class="pair">{pair}</div>')
+
+
+def _learning_rates(results: Results, data: dict[str, Any]) -> str:
+    if len(results.lrs) < 2 or not data["metrics"]:
+        return ""
+    tables = "".join(
+        _for_metric(metric, i, _table(t := statistics.table(results, metric, own_lr=True), data) + _notes(t))
+        for i, metric in enumerate(data["metrics"])
+    )
+    chart = _chart(
+        f"{_titles(data)} in the end, against the learning rate", "", 'data-chart="lr"', "Line chart of final quality against the learning rate"
+    )
+    about = f"Samplers change the size of a step, so each has its own best learning rate. Everything else on this page is at {results.lr:g}."
+    return _section("learning-rate", "At the best learning rate of each", about, f"{tables}{chart}")
+
+
+def _sweeps(data: dict[str, Any]) -> str:
+    if not data["metrics"] or not data["sweeps"]:
+        return ""
+    base = [m for m, method in enumerate(data["methods"]) if method["baseline"]]
+    content = ""
+    for i, sweep in enumerate(data["sweeps"]):
+        label, title = escape(sweep["label"]), escape(sweep["title"])
+        only = " ".join(str(m) for m in dict.fromkeys([*base, *(m for m, _ in sweep["points"])]))
+        option = "|S|" if label.startswith("|S|") else escape(sweep["option"])
+        pair = _chart(f"{_titles(data)} against {option}", title, f'data-chart="sweep" data-index="{i}"', f"Chart of final quality against {label}")
+        chart = f'data-chart="quality" data-by="seconds" data-only="{only}"'
+        pair += _chart(f"{_titles(data)} against training time", "these methods only", chart, f"Line chart of quality against time for {title}")
+        content += f'<div class="pair">{pair}</div>'
+    return _section("sweeps", "What an option changes", "Methods that differ in one option alone, in the end and on the way.", content)
+
+
+def _losses(data: dict[str, Any]) -> str:
+    if not data["loss"]:
+        return ""
+    pair = _chart("Loss by noise level", "logarithmic", 'data-chart="loss"', "Line chart of loss against noise level, one line for each method")
+    if any(entry and "ratio" in entry for entry in data["loss"]["methods"]):
+        chart = 'data-chart="loss" data-ratio="yes"'
+        pair += _chart("Relative to the baseline", "below 100 % is better", chart, "Line chart of loss relative to the baseline, against noise level")
+    about = f"Unweighted loss on held-out images with the same noise for all methods, after {data['loss']['step']:,} updates."
+    return _section("loss", "Where the loss is", about, f'<div class="pair">{pair}</div>')
+
+
+def _densities(data: dict[str, Any]) -> str:
+    if not data["density"]:
+        return ""
+    maps = "".join(
+        _chart(_name(data, m), "", f'data-chart="density" data-method="{m}"', f"Heat map of the density of {escape(data['methods'][m]['name'])}", m)
+        for m, entry in enumerate(data["density"]["methods"]) if entry
+    )  # fmt: skip
+    legend = f'<div class="legend"><span>0</span><i></i><span>{data["density"]["most"]:.2g} and more; 1 is uniform</span></div>'
+    about = "How often each noise level was drawn, through training; the mean over seeds. Loss weights are not part of it."
+    return _section("density", "What was sampled", about, f'{legend}<div class="many wide">{maps}</div>')
+
+
+def _overheads(data: dict[str, Any]) -> str:
+    if not any(data["overhead"]):
+        return ""
+    chart = _chart("Time per update", "", 'data-chart="overhead"', "Bar chart of seconds an update, relative to the baseline", kind="bars")
+    return _section("overhead", "What it costs", "Seconds an update with everything that the sampler does, evaluations left out.", chart)
+
+
+class Grids(NamedTuple):
+    """Samples of all methods at one seed: the steps there are, and PNG files by method and step."""
+
+    seed: int
+    steps: list[int]
+    files: dict[tuple[int, int], bytes]
+
+
+def _grids(results: Results, problems: list[str]) -> Grids:
+    """Of the seed that most methods have, a few of the steps that all of them have; what cannot be shown becomes a problem."""
+    cells = [(m, cell) for m, method in enumerate(results.methods) for cell in results.of(method, results.lr) if cell.pictures]
+    having = Counter(cell.seed for _, cell in cells)
+    seed = max(sorted(having), key=lambda seed: having[seed], default=0)
+    pictures = {m: cell.pictures for m, cell in cells if cell.seed == seed}
+    common = sorted(set.intersection(*map(set, pictures.values())) or set().union(*pictures.values())) if pictures else []
+    steps = {common[round(i * (len(common) - 1) / (STEPS_OF_SAMPLES - 1))] for i in range(STEPS_OF_SAMPLES)} if common else set()
+    files: dict[tuple[int, int], bytes] = {}
+    for step in sorted(steps, reverse=True):  # the last first: should there be too many bytes, it is the one to keep
+        for m in (m for m in pictures if step in pictures[m]):
+            content, wrong = _png(pictures[m][step], MOST_BYTES - sum(map(len, files.values())))
+            if wrong:
+                problems.append(f"samples of {results.methods[m]}, seed {seed}, at update {step:,}: {wrong}; left out")
+            else:
+                files[m, step] = content
+    return Grids(seed, sorted({step for _, step in files}), files)
+
+
+def _samples(grids: Grids, data: dict[str, Any]) -> str:
+    if not grids.steps:
+        return ""
+    last, most = grids.steps[-1], len(grids.steps) - 1
+    figures = ""
+    for m in sorted({m for m, _ in grids.files}):
+        images = ""
+        for step in (step for step in grids.steps if (m, step) in grids.files):
+            alt = escape(f"Samples from {data['methods'][m]['name']} after {step:,} updates, seed {grids.seed}")
+            content = base64.b64encode(grids.files[m, step]).decode()
+            images += f'<img src="data:image/png;base64,{content}" alt="{alt}" data-step="{step}"{"" if step == last else " hidden"}>'
+        figures += f'<figure data-method="{m}"><figcaption><h3>{_name(data, m)}</h3></figcaption>{images}</figure>'
+    slider = f'<input type="range" id="step" min="0" max="{most}" value="{most}" aria-valuetext="update {last:,}">'
+    choice = (
+        f'<div class="slider"><label for="step">Through training</label>{slider}<output for="step" id="step-shown">update {last:,}</output></div>'
+    )
+    about = f"From the same noise for every method, by averaged weights, seed {grids.seed}{'' if most else f', after {last:,} updates'}."
+    return _section("samples", "Samples", about, f'{choice if most else ""}<div class="many">{figures}</div>')
+
+
+def _png(path: Path, room: int) -> tuple[bytes, str]:
+    """A picture, or what is wrong with it."""
+    try:
+        if path.stat().st_size > room:
+            return b"", f"with it the pictures would be over {MOST_BYTES // 10**6} MB"
+        content = path.read_bytes()
+    except OSError as error:
+        return b"", f"cannot be read ({error.strerror})"
+    whole = content.startswith(b"\x89PNG\r\n\x1a\n") and content[-8:-4] == b"IEND"
+    return (content, "") if whole else (b"", "not a whole PNG file")
+
+
+def _repeat(results: Results) -> str:
+    config, settings = results.config, results.config.get("settings", {})
+    made = config.get("made with") or next((cell.made_with for cell in results.cells if cell.made_with), {})
+    rest = {name: value for name, value in config.items() if name not in ("settings", "made with", "command")}
+    versions = made.get("versions") if isinstance(made.get("versions"), dict) else {}
+    where = {**{name: value for name, value in made.items() if name != "versions"}, **(versions or {})}
+    tables = [("The comparison", rest), (f"The recipe {results.recipe}", settings), ("Made with", where)]
+    content = f"<pre><code>{escape(command(results))}</code></pre>"
+    content += "".join(
+        f'<details{" open" if i == 0 else ""}><summary>{escape(title)}</summary><div class="scroll settings">{_settings(values)}</div></details>'
+        for i, (title, values) in enumerate(tables) if values
+    )  # fmt: skip
+    return _section("repeat", "To repeat it", "Settings that are not the recipe's own have to be given as options too; all are listed.", content)
+
+
+def _settings(values: dict[str, Any]) -> str:
+    rows = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(shown(value))}</td></tr>' for name, value in values.items())
+    return f"<table><tbody>{rows}</tbody></table>"
+
+
+def _problems(problems: Sequence[str]) -> str:
+    if not problems:
+        return ""
+    items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
+    return _section("problems", "What is missing or damaged", "Found in the result files; the page shows the rest.", f"<ul>{items}</ul>")
+
+
+# --- pieces -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _section(name: str, title: str, about: str, content: str) -> str:
+    said = f'<p class="about">{escape(about)}</p>' if about else ""
+    return f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{escape(title)}</h2>{said}{content}</section>'
+
+
+def _chart(title: str, about: str, chart: str, label: str, method: int | None = None, kind: str = "") -> str:
+    """A figure that the script draws; all arguments are HTML already."""
+    kind, of = ("small", f' data-method="{method}"') if method is not None else (kind, "")
+    said = f"<p>{about}</p>" if about else ""
+    drawing = f'<div class="chart {kind}" role="img" aria-label="{label}" {chart}></div>'
+    return f"<figure{of}><figcaption><h3>{title}</h3>{said}</figcaption>{drawing}</figure>"
+
+
+def _for_metric(metric: str, i: int, content: str) -> str:
+    """What is shown while a metric is chosen; the first one is at the start."""
+    return f'<div data-metric="{escape(metric)}"{" hidden" if i else ""}>{content}</div>'
+
+
+def _titles(data: dict[str, Any]) -> str:
+    """The name of the metric that is chosen."""
+    names = ((key, metric["name"]) for key, metric in data["metrics"].items())
+    return "".join(f'<span data-metric="{escape(key)}"{" hidden" if i else ""}>{escape(capital(name))}</span>' for i, (key, name) in enumerate(names))
+
+
+def _name(data: dict[str, Any], m: int) -> str:
+    """A method's name beside its line."""
+    look = data["methods"][m]
+    style = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}[look["dash"]]
+    swatch = f'<span class="swatch" style="--colour:var(--c{look["colour"]});border-top-style:{style}"></span>'
+    return f'{swatch}<span class="name" title="{escape(look["name"])}">{escape(look["name"])}</span>'
+
+
+def _number(text: str, unit: str = "") -> str:
+    """A cell of a table: a number and its unit, what stands in brackets on a line below, or words."""
+    first, bracket, rest = text.replace("-", "\N{MINUS SIGN}" if text != "-" else "\N{EN DASH}").partition(" (")
+    below = f"<br><small>{escape(rest.rstrip(')'))}</small>" if bracket else ""
+    return f'<td class="number{" words" if first[:1].isalpha() else ""}">{escape(first)}{unit if first[:1].isdigit() else ""}{below}</td>'
+
+
+def _palette() -> str:
+    light, dark = ("".join(f"--c{i}:{pair[k]};" for i, pair in enumerate(COLOURS)) for k in (0, 1))
+    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+
+
+def _island(data: dict[str, Any]) -> str:
+    """JSON that cannot end its script element, nor be read as anything but text."""
+    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    return "".join(f"\\u{ord(c):04x}" if c in "<>&\u2028\u2029" else c for c in text)
+
+
+def _finite(value: Any) -> Any:
+    """Six digits are more than a screen shows; what is not finite is not there."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _asset(name: str) -> str:
+    return files("noiseclock.lab").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,348 @@
+"""A comparison's folder, read as it is: whole, half-written, damaged or from another version.
+
+    compare.json                 what was compared
+    cells/NAME/                  one training: a method, a learning rate, a seed
+      cell.json                  which
+      points.jsonl               one line an evaluation
+      log.jsonl                  the training's own log
+      samples/step-00000500.png  grids of samples
+      finished.json              there once the training is done
+
+Nothing in the folder makes `read` raise: what is missing or malformed is counted, named in `problems`, and left out. What it gives is clean: records
+are sorted by step, one a step, and a field of NUMBERS or WORDS is there with a value of its kind or not at all. Numbers may be NaN or infinite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+METRICS = ("frechet", "kernel", "validation", "bits", "precision", "recall")
+NUMBERS = (*METRICS, "images", "seconds", "samples", "solver_steps", "loss", "weighted", "norm", "lr", "skipped")
+WORDS = ("solver", "frechet_name", "kernel_name", "sampler")
+CURVES = (("time", "loss_by_time"), ("density_time", "density"))  # of a validation: two lists of one length, both there or neither
+OF_THE_CELL = ("sampler", "weighting", "correct", "lr", "seed")  # settings in which cells of one comparison may differ
+_NAMED = 3  # examples in a sentence about many
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training.
+
+    points: evaluations. train, validations: the two kinds of records of its log. pictures: grids of samples by step. settings: its recipe.
+    made_with: versions and machine. Records are sorted by "step", an int.
+    """
+
+    method: str
+    lr: float
+    seed: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    train: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    pictures: dict[int, Path] = field(default_factory=dict)
+    finished: bool = False
+    folder: Path = Path()
+    made_with: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Results:
+    """A comparison: compare.json without what is malformed in it, one cell for each method, learning rate and seed, and what was wrong, in words."""
+
+    config: dict[str, Any]
+    cells: list[Cell]
+    problems: list[str]
+
+    @property
+    def recipe(self) -> str:
+        """The name of the recipe, or of the data where that is not known."""
+        data = [cell.settings["data"] for cell in self.cells if isinstance(cell.settings.get("data"), str)]
+        return str(self.config.get("recipe") or (data[0] if data else "an unknown recipe"))
+
+    @property
+    def methods(self) -> list[str]:
+        """All that have a cell: the baseline, then in the order of compare.json, then others."""
+        there = dict.fromkeys(cell.method for cell in self.cells)
+        order = [self.baseline, *self.config.get("methods", []), *there]
+        return [method for method in dict.fromkeys(order) if method in there]
+
+    @property
+    def baseline(self) -> str:
+        """What the others are compared with: as compare.json says, else "uniform"."""
+        return str(self.config.get("baseline", "uniform"))
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of all cells."""
+        return sorted({cell.seed for cell in self.cells})
+
+    @property
+    def lrs(self) -> list[float]:
+        """Of all cells."""
+        return sorted({cell.lr for cell in self.cells})
+
+    @property
+    def lr(self) -> float | None:
+        """The common learning rate: the recipe's own where it was run, else the first of compare.json that was, else the smallest there is."""
+        order = [self.config.get("settings", {}).get("lr"), *self.config.get("lrs", []), *self.lrs]
+        return next((lr for lr in order if lr in self.lrs), None)
+
+    def of(self, method: str, lr: float | None = None) -> list[Cell]:
+        """The cells of a method, at one learning rate or at all, by learning rate and seed."""
+        found = [cell for cell in self.cells if cell.method == method and lr in (None, cell.lr)]
+        return sorted(found, key=lambda cell: (cell.lr, cell.seed))
+
+
+def read(folder: str | Path) -> Results:
+    """What a comparison has written so far."""
+    folder = Path(folder)
+    problems: list[str] = []
+    config = _config(folder / "compare.json", problems)
+    cells = [cell for path in _inside(folder / "cells") if (cell := _cell(path, problems))]
+    cells = _once_each(cells, problems)
+    if not cells:
+        problems.append("there is no cell that can be read, so there is nothing to compare")
+    return Results(config, cells, problems + _not_there(config, cells) + _not_alike(cells))
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _config(path: Path, problems: list[str]) -> dict[str, Any]:
+    """compare.json, less what is not of its kind."""
+    config = _object(path, problems)
+    if config is None:
+        return {}
+    if config.get("version") != VERSION:
+        problems.append(f"{path.name} has version {_shown(config.get('version'))}, and this reads version {VERSION}; what is alike is shown")
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "recipe": _is_text, "baseline": _is_text, "settings": _is_object, "made with": _is_object, "every": _is_count, "samples": _is_count,
+        "methods": _list_of(_is_text), "seeds": _list_of(_is_count), "lrs": _list_of(_is_rate),
+    }  # fmt: skip
+    return _fitting(config, kinds, path, problems)
+
+
+def _cell(folder: Path, problems: list[str]) -> Cell | None:
+    path = folder / "cell.json"
+    about = _object(path, problems)
+    if about is None:
+        return None
+    about = _fitting(about, {"method": _is_text, "lr": _is_rate, "seed": _is_count, "settings": _is_object, "made with": _is_object}, path, problems)
+    if missing := [name for name in ("method", "lr", "seed") if name not in about]:
+        problems.append(f"{_place(path)}: without {' and '.join(missing)} the cell is left out")
+        return None
+    log = _records(folder / "log.jsonl", problems)
+    return Cell(
+        about["method"], float(about["lr"]), about["seed"], about.get("settings", {}),
+        points=_records(folder / "points.jsonl", problems),
+        train=[record for record in log if record.get("kind") == "train"],
+        validations=[record for record in log if record.get("kind") == "validation"],
+        pictures=_pictures(folder / "samples"), finished=(folder / "finished.json").is_file(), folder=folder, made_with=about.get("made with", {}),
+    )  # fmt: skip
+
+
+def _pictures(folder: Path) -> dict[int, Path]:
+    """Grids by step; links, which may lead out of the folder, are none."""
+    named = [(re.fullmatch(r"step-([0-9]{1,15})\.png", path.name), path) for path in _inside(folder)]
+    return {int(name[1]): path for name, path in named if name and path.is_file() and not path.is_symlink()}
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in a folder, in order; without hidden names, which are locks and unfinished files."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return []
+
+
+# --- what is wrong with the whole ---------------------------------------------------------------------------------------------------------
+
+
+def _once_each(cells: list[Cell], problems: list[str]) -> list[Cell]:
+    """Of cells that are there twice, as after a careless merge, the one that got further."""
+    best: dict[tuple[str, float, int], Cell] = {}
+    for cell in cells:
+        first = best.setdefault(_key(cell), cell)
+        if first is not cell:
+            problems.append(f"{_place(first.folder)} and {_place(cell.folder)} are the same training; the one that got further counts")
+            best[_key(cell)] = max(first, cell, key=lambda c: (c.finished, _step(c)))
+    return [best[key] for key in sorted(best)]
+
+
+def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
+    """Cells that compare.json wants and the folder lacks, and cells that are not done."""
+    wanted = {_name(key): None for key in product(*(config.get(part, []) for part in ("methods", "lrs", "seeds")))}
+    there = {_name(_key(cell)): cell for cell in cells}
+    named = {
+        "not there": [name for name in wanted if name not in there],
+        "not finished": [f"{name} (step {_step(cell):,})" for name, cell in there.items() if not cell.finished],
+        "without an evaluation": [name for name, cell in there.items() if not cell.points],
+    }
+    return [f"{len(names)} of {len({**wanted, **there})} cells {what}: {_some(names)}" for what, names in named.items() if names]
+
+
+def _not_alike(cells: list[Cell]) -> list[str]:
+    """Settings that should be the same in all cells."""
+    seen: dict[str, Counter[str]] = {}
+    for cell in cells:
+        for name, value in cell.settings.items():
+            if name not in OF_THE_CELL:
+                seen.setdefault(name, Counter())[_shown(value)] += 1
+    different = {name: [f"{value} in {n}" for value, n in values.items()] for name, values in seen.items() if len(values) > 1}
+    return [f"the cells have different settings, {_shown(name)} is {_some(values)}" for name, values in different.items()]
+
+
+def _key(cell: Cell) -> tuple[str, float, int]:
+    return cell.method, cell.lr, cell.seed
+
+
+def _name(key: Sequence[Any]) -> str:
+    return f"{key[0]}, lr {key[1]:g}, seed {key[2]}"
+
+
+def _step(cell: Cell) -> int:
+    """How far a cell got."""
+    return max([0, *(int(record["step"]) for record in [*cell.points[-1:], *cell.train[-1:]])])
+
+
+def _some(names: list[str]) -> str:
+    return "; ".join(names[:_NAMED]) + (f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _shown(value: Any) -> str:
+    """A value that may be anything, kept short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _place(path: Path) -> str:
+    """A path as it is told: without the folder that was asked for, and without control characters."""
+    name = path.name if path.name == "compare.json" else "/".join(path.parts[-2:])
+    return name if name.isprintable() else ascii(name)
+
+
+# --- files --------------------------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(path: Path, problems: list[str]) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        problems.append(f"{_place(path)} is missing")
+    except OSError as error:
+        problems.append(f"{_place(path)} cannot be read ({error.strerror})")
+    return None
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """The object in a JSON file; None, and the problem named, where there is none."""
+    text = _bytes(path, problems)
+    if text is None:
+        return None
+    value = _parsed(text)
+    if not isinstance(value, dict):
+        problems.append(f"{_place(path)} does not hold a JSON object")
+        return None
+    return value
+
+
+def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The records of a file of lines, cleaned, in order of step; of two of one kind and step the later, which a resumed run has written."""
+    *lines, torn = (_bytes(path, problems) or b"").split(b"\n")
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    wrong = Counter({"malformed lines": int(bool(torn))})
+    for line in lines:
+        record = _parsed(line)
+        if not isinstance(record, dict) or not _is_count(record.get("step")):
+            wrong["malformed lines"] += 1
+            continue
+        wrong["malformed fields"] += _cleaned(record)
+        key = str(record.get("kind")), int(record["step"])
+        wrong["lines for a step that comes again"] += key in found
+        found[key] = record
+    if named := [f"{count} {what}" for what, count in wrong.items() if count]:
+        problems.append(f"{_place(path)}: {', '.join(named)}; left out")
+    return sorted(found.values(), key=lambda record: int(record["step"]))
+
+
+def _parsed(text: bytes) -> Any:
+    """The value of some JSON; None where it is none. Half characters, which JSON can spell but no file can hold, become question marks."""
+    try:
+        value = json.loads(text)
+        return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace")) if b"\\u" in text else value
+    except (ValueError, RecursionError):
+        return None
+
+
+def _cleaned(record: dict[str, Any]) -> int:
+    """Take out of a record what is not of its kind, and count that; null says that there is no value, and does not count."""
+    wrong = 0
+    for name in [name for name in record if name in NUMBERS or name in WORDS]:
+        value = record.pop(name)
+        if name in WORDS and _is_text(value):
+            record[name] = value
+        elif name in NUMBERS and (number := _number(value)) is not None:
+            record[name] = number
+        else:
+            wrong += value is not None
+    for names in CURVES:
+        values = [record.pop(name, None) for name in names]
+        curves = [[_number(value) for value in curve] if isinstance(curve, list) else [None] for curve in values]
+        if len(curves[0]) == len(curves[1]) and None not in curves[0] + curves[1]:
+            record.update(zip(names, curves, strict=True))
+        else:
+            wrong += values != [None, None]
+    return wrong
+
+
+def _fitting(given: dict[str, Any], kinds: Mapping[str, Callable[[Any], bool]], path: Path, problems: list[str]) -> dict[str, Any]:
+    """What is given, less what is not of its kind."""
+    wrong = [name for name, fits in kinds.items() if name in given and not fits(given[name])]
+    if wrong:
+        problems.append(f"{_place(path)}: malformed {', '.join(wrong)}; left out")
+    return {name: value for name, value in given.items() if name not in wrong}
+
+
+# --- kinds of values ----------------------------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float | None:
+    """A number, finite or not, as lab.folder writes them; an int stays one."""
+    if isinstance(value, str):
+        return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else None
+    return value if not abs(value) > 1e100 else math.copysign(math.inf, value)  # whose square is not finite any more
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_rate(value: Any) -> bool:
+    number = _number(value)
+    return number is not None and 0 < number < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    """Without control characters, which could drive a terminal."""
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(fits(inner) for inner in value)

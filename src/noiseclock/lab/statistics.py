@@ -1,0 +1,456 @@
+"""What a comparison shows, one metric at a time, and how sure that is.
+
+Every method is compared with the baseline, seed by seed: trainings of one seed share weights at the start and the order of the data, and the luck
+they have in common drops out of the differences d_i = method_i - baseline_i, i = 1..n.
+
+    interval    mean(d) ± t(n-1, 97.5 %)·std(d)/√n: it holds the true difference in 95 of 100 comparisons
+    p           of Student's paired t test, corrected by Holm for the number of methods: in at most 5 of 100 comparisons is any method called
+                better or worse that is neither. Every metric, and every choice of learning rates, is a family of its own
+    relative    both in units of the baseline's mean, which is taken as known
+    ratios      speed-up, area and overhead, seed by seed (see `lab/curves.py`); their mean is the geometric one
+
+What was begun and did not come to a finite value is never just left out: of a method that fails on one of its seeds nothing good is said, whatever
+the others show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+from noiseclock.lab.curves import HIGHER_IS_BETTER, Ratio, area, curve, overhead, speed_up
+from noiseclock.lab.errors import choose
+from noiseclock.lab.results import METRICS, Cell, Results
+
+CONFIDENCE = 0.95
+OF_SAMPLES = ("frechet", "kernel", "precision", "recall")  # which depend on how many samples there were, and how they were made
+NAMES = {
+    "frechet": "Fréchet distance", "kernel": "kernel distance", "validation": "validation loss", "bits": "bits/dim", "precision": "precision",
+    "recall": "recall",
+}  # fmt: skip
+
+BASELINE, BETTER, WORSE, SAME, ONE_SEED = "baseline", "better", "worse", "no significant difference", "cannot tell (one seed)"
+UNKNOWN = "cannot tell"  # every verdict that is none begins with it
+
+
+# --- one method ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Summary(NamedTuple):
+    """Values over seeds: how many, their mean, standard deviation and standard error; None where there are too few."""
+
+    n: int
+    mean: float | None
+    std: float | None
+    error: float | None
+
+    def __str__(self) -> str:
+        return _with_spread(self.mean, self.std)
+
+
+def summary(values: Iterable[float]) -> Summary:
+    """Of finite values.
+
+    >>> print(summary([11.5, 12.3, 11.9]))
+    11.90 ± 0.40
+    """
+    x = np.array(list(values), dtype=float)
+    n = len(x)
+    std = float(x.std(ddof=1)) if n > 1 else None
+    return Summary(n, float(x.mean()) if n else None, std, std / math.sqrt(n) if std is not None else None)
+
+
+class Final(NamedTuple):
+    """Values at one step, by cell: (method, lr, seed).
+
+    step: the last at which all finished cells have the metric, or all cells, as long as none is finished. values, best: there and so far, of the
+    cells that got to it; may not be finite. lost: cells that began and did not get to it.
+    """
+
+    step: int | None
+    values: dict[tuple[str, float, int], float]
+    best: dict[tuple[str, float, int], float]
+    lost: set[tuple[str, float, int]]
+
+
+def final(cells: Sequence[Cell], metric: str) -> Final:
+    """The last that can be compared. A finished cell without the metric is left out: it was never measured."""
+    curves = {(cell.method, cell.lr, cell.seed): curve(cell, metric) for cell in cells}
+    done = [curves[cell.method, cell.lr, cell.seed] for cell in cells if cell.finished]
+    counted = [c for c in done if len(c.step)] or [c for c in curves.values() if len(c.step)]
+    common = set.intersection(*(set(c.step.tolist()) for c in counted)) if counted else set()
+    step = max(common) if common else None
+    there = {key: int(np.flatnonzero(c.step == step)[0]) for key, c in curves.items() if step in c.step.tolist()}
+    lost = {(cell.method, cell.lr, cell.seed) for cell in cells if not cell.finished} - set(there)
+    values = {key: float(curves[key].value[i]) for key, i in there.items()}
+    return Final(step, values, {key: float(curves[key].best[i]) for key, i in there.items()}, lost if step is not None else set())
+
+
+# --- two methods --------------------------------------------------------------------------------------------------------------------------
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a method to the baseline, over the seeds that both have.
+
+    interval: of 95 %. p: of the paired t test. corrected: p after Holm. All None with one seed, and where seeds make no difference at all, as if
+    they were one. unit: the baseline's mean over these seeds.
+    """
+
+    seeds: tuple[int, ...]
+    mean: float
+    interval: Interval | None
+    p: float | None
+    unit: float
+    corrected: float | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """The mean in units of the baseline's; None where that is not positive."""
+        return self.mean / self.unit if self.unit > 0 else None
+
+    @property
+    def relative_interval(self) -> Interval | None:
+        """Likewise."""
+        return (self.interval[0] / self.unit, self.interval[1] / self.unit) if self.interval and self.unit > 0 else None
+
+
+def paired(method: dict[int, float], baseline: dict[int, float]) -> Difference | None:
+    """The difference between finite values by seed, not corrected yet; None without a common seed.
+
+    >>> d = paired({0: 9.0, 1: 11.0, 2: 10.0}, {0: 10.0, 1: 12.5, 2: 12.0})
+    >>> print(f"{d.mean:.2f} [{d.interval[0]:.2f}, {d.interval[1]:.2f}], p = {d.p:.3f}, {d.relative:.0%}")
+    -1.50 [-2.74, -0.26], p = 0.035, -13%
+    """
+    seeds = tuple(sorted(set(method) & set(baseline)))
+    if not seeds:
+        return None
+    mine, theirs = (np.array([values[seed] for seed in seeds]) for values in (method, baseline))
+    d, n = mine - theirs, len(seeds)
+    mean, unit = float(d.mean()), float(theirs.mean())
+    error = float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    rounding = 1e-12 * float(np.abs([mine, theirs]).max())
+    if error <= rounding:
+        same = n > 1 and abs(mean) <= rounding  # two runs of one thing
+        return Difference(seeds, mean, (mean, mean) if same else None, 1.0 if same else None, unit)
+    width = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
+    return Difference(seeds, mean, (mean - width, mean + width), 2 * float(stdtr(n - 1, -abs(mean) / error)), unit)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p values corrected for their number, so that the chance of any false one below 0.05 is at most 0.05, however they depend on each other.
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    corrected, least = [0.0] * len(p), 0.0
+    for rank, i in enumerate(np.argsort(p, kind="stable").tolist()):
+        least = max(least, min(1.0, (len(p) - rank) * p[i]))
+        corrected[i] = least
+    return corrected
+
+
+# --- all methods --------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one learning rate.
+
+    final: at the table's step, over the seeds with a finite value there. best: the best so far, likewise. lrs: of how many learning rates this one
+    is the best, 1 where it was not chosen. difference: None for the baseline, and without a common seed. verdict: in plain words. The rest is
+    told in `lab/curves.py`.
+    """
+
+    method: str
+    lr: float | None
+    lrs: int
+    seeds: tuple[int, ...]
+    final: Summary
+    best: Summary
+    difference: Difference | None
+    verdict: str
+    speed_up_images: Ratio
+    speed_up_seconds: Ratio
+    area: Ratio
+    overhead: Ratio
+
+
+@dataclass(frozen=True)
+class Table:
+    """A metric of all methods, the baseline first. step: at which; None where there is nothing. own_lr: each at its own best learning rate."""
+
+    metric: str
+    title: str
+    baseline: str
+    step: int | None
+    own_lr: bool
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Is more of it better?"""
+        return self.metric in HIGHER_IS_BETTER
+
+    def of(self, verdict: str) -> list[Row]:
+        """The rows with this verdict, the best mean first."""
+        sign = -1 if self.higher_is_better else 1
+        return sorted((row for row in self.rows if row.verdict == verdict), key=lambda row: sign * (row.final.mean or 0))
+
+    @property
+    def headings(self) -> list[str]:
+        """Of the columns of `lines`."""
+        first = ["method", "learning rate", f"{self.title}, {'higher' if self.higher_is_better else 'lower'} is better", "best so far"]
+        compared = [f"against {self.baseline} (95 % interval)", "p (Holm)", "verdict", "speed-up in images", "speed-up in time"]
+        return [*first, *compared, "factor between curves", "time per update, ratio", "seeds"]
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The rows as text."""
+        return [
+            [
+                row.method, f"{row.lr:g}" if row.lr is not None else "-", str(row.final), str(row.best), _change(row.difference),
+                f"{row.difference.corrected:.2g}" if row.difference and row.difference.corrected is not None else "-", row.verdict,
+                str(row.speed_up_images), str(row.speed_up_seconds), str(row.area), str(row.overhead), str(row.final.n),
+            ]
+            for row in self.rows
+        ]  # fmt: skip
+
+
+def measured(results: Results) -> list[str]:
+    """The metrics that any cell has."""
+    return [metric for metric in METRICS if any(metric in point for cell in results.cells for point in cell.points)]
+
+
+def title(results: Results, metric: str) -> str:
+    """A metric's name, as its evaluations call it: distances are FID and KID under the Inception network alone."""
+
+    def said(name: str) -> str | None:
+        return next((str(point[name]) for cell in results.cells for point in cell.points if name in point), None)
+
+    return said(f"{metric}_name") or ("KID" if metric == "kernel" and said("frechet_name") == "FID" else NAMES[metric])
+
+
+def table(results: Results, metric: str, *, own_lr: bool = False) -> Table:
+    """All methods at the common learning rate, or each, the baseline too, at the one with its best mean."""
+    choose("metric", metric, METRICS)
+    comparison = _Comparison(results, metric, own_lr)
+    rows = [comparison.row(method) for method in results.methods]
+    return Table(metric, title(results, metric), results.baseline, comparison.final.step, own_lr, rows, comparison.notes())
+
+
+class _Comparison:
+    """The cells behind a table: by method and seed, at one learning rate each."""
+
+    def __init__(self, results: Results, metric: str, own_lr: bool) -> None:
+        self.results, self.metric, self.own_lr = results, metric, own_lr
+        self.sign = -1 if metric in HIGHER_IS_BETTER else 1
+        self.final = final(results.cells if own_lr else [cell for cell in results.cells if cell.lr == results.lr], metric)
+        self.lr = {method: self._best_lr(method) if own_lr else results.lr for method in results.methods}
+        self.cells = {method: {cell.seed: cell for cell in results.of(method, lr)} for method, lr in self.lr.items()}
+        self.baseline = self.cells.get(results.baseline, {})
+        self.values = {method: self._finite(cells.values()) for method, cells in self.cells.items()}
+        self.differences = self._differences()
+        self.alike = self._alike()
+
+    def _finite(self, cells: Iterable[Cell]) -> dict[int, float]:
+        """Final values by seed."""
+        values = {cell.seed: self.final.values.get(_key(cell), math.nan) for cell in cells}
+        return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+    def _best_lr(self, method: str) -> float:
+        """The learning rate with the best mean, of those with the most seeds that came to a finite value."""
+        values = {cell.lr: self._finite(self.results.of(method, cell.lr)).values() for cell in self.results.of(method)}
+        return min(values, key=lambda lr: (-len(values[lr]), self.sign * (summary(values[lr]).mean or 0.0)))
+
+    def _differences(self) -> dict[str, Difference]:
+        """Of all methods to the baseline, corrected for their number."""
+        reference = self.values.get(self.results.baseline, {})
+        compared = {method: paired(values, reference) for method, values in self.values.items() if method != self.results.baseline}
+        found = {method: difference for method, difference in compared.items() if difference is not None}
+        tested = {method: difference.p for method, difference in found.items() if difference.p is not None}
+        corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
+        return {method: replace(difference, corrected=corrected.get(method)) for method, difference in found.items()}
+
+    def row(self, method: str) -> Row:
+        cells, values, step = self.cells[method], self.values[method], self.final.step or 0
+        return Row(
+            method, self.lr[method], len(self._rates(method)) if self.own_lr else 1, tuple(sorted(values)),
+            summary(values.values()), summary(self.final.best[_key(cells[seed])] for seed in values),
+            self.differences.get(method), BASELINE if method == self.results.baseline else self._verdict(method),
+            speed_up_images=self._ratio(method, lambda mine, theirs: speed_up(mine, theirs, self.metric, step, "images")),
+            speed_up_seconds=self._ratio(method, lambda mine, theirs: speed_up(mine, theirs, self.metric, step, "seconds")),
+            area=self._ratio(method, lambda mine, theirs: area(mine, theirs, self.metric, step), all_or_none=True),
+            overhead=self._ratio(method, overhead),
+        )  # fmt: skip
+
+    def _ratio(self, method: str, of: Callable[[Cell, Cell], float], all_or_none: bool = False) -> Ratio:
+        """By seed; unfinished trainings have not fallen behind, they are not there yet. all_or_none: unless all seeds have one, none counts."""
+        pairs = [(cell, self.baseline[seed]) for seed, cell in self.cells[method].items() if seed in self.baseline]
+        pairs = [pair for pair in pairs if not {_key(cell) for cell in pair} & self.final.lost]
+        ratios = {mine.seed: of(mine, theirs) for mine, theirs in pairs}
+        known = {seed: value or None for seed, value in ratios.items() if math.isfinite(value)}
+        return Ratio() if all_or_none and len(known) < len(pairs) else Ratio(known)
+
+    def _verdict(self, method: str) -> str:
+        """In plain words, and none that the numbers do not carry."""
+        cells, difference = self.cells[method], self.differences.get(method)
+        involved = [*cells.values(), *(self.baseline[seed] for seed in cells if seed in self.baseline)]
+        lost = {cell.seed for cell in involved if _key(cell) in self.final.lost}
+        infinite = {cell.seed for cell in involved if not math.isfinite(self.final.values.get(_key(cell), 0.0))}
+        reasons = [f"{what} in {len(seeds)} of {len(cells)} seeds" for what, seeds in (("not finished", lost), ("not finite", infinite)) if seeds]
+        if not self.alike:
+            reasons = ["samples of different number or kind"]
+        elif self.own_lr and self._rates(method) != self._rates(self.results.baseline):
+            reasons = ["not the same learning rates were tried"]
+        elif difference is None and not reasons:
+            reasons = ["not measured" if set(cells) & set(self.baseline) else f"no seed in common with {self.results.baseline}"]
+        if reasons or difference is None:
+            return f"{UNKNOWN} ({', '.join(reasons)})"
+        if difference.corrected is None:
+            return ONE_SEED if len(difference.seeds) == 1 else f"{UNKNOWN} (seeds make no difference)"
+        if difference.corrected > 1 - CONFIDENCE:
+            return SAME
+        return BETTER if self.sign * difference.mean < 0 else WORSE
+
+    def _rates(self, method: str) -> set[float]:
+        return {cell.lr for cell in self.results.of(method)}
+
+    def _alike(self) -> bool:
+        """Were samples made and measured in one way, at the step that counts?"""
+        points = [point for cells in self.cells.values() for cell in cells.values() for point in cell.points if point["step"] == self.final.step]
+        names = (f"{self.metric}_name", "samples", "solver", "solver_steps")
+        ways = {tuple(point.get(name) for name in names) for point in points if self.metric in point}
+        return self.metric not in OF_SAMPLES or len(ways) <= 1
+
+    def notes(self) -> list[str]:
+        tested = sum(difference.p is not None for difference in self.differences.values())
+        machines = {str(cell.made_with.get("machine")) for cells in self.cells.values() for cell in cells.values()}
+        notes = ["Values are of the last update at which all finished trainings were evaluated; ± is the standard deviation over seeds."]
+        if tested:
+            notes.append(
+                f"Differences are taken seed by seed, 95 % intervals by Student's t; p is corrected for {tested} comparisons by Holm's method."
+            )
+        if self.own_lr:
+            notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
+        if len(machines) > 1:
+            notes.append(f"There were {len(machines)} machines; times are compared within one only.")
+        return notes
+
+
+def _key(cell: Cell) -> tuple[str, float, int]:
+    return cell.method, cell.lr, cell.seed
+
+
+# --- in words -----------------------------------------------------------------------------------------------------------------------------
+
+
+def answer(results: Results) -> str:
+    """What to take home: of the first metric by which methods can be compared, and no more than its statistics carry."""
+    tables = [table(results, metric) for metric in measured(results)]
+    if not tables:
+        return "There is nothing to compare: no training has been evaluated."
+    t = next((t for t in tables if any(row.difference for row in t.rows)), tables[0])
+    if len(t.rows) < 2:
+        return f"There is nothing to compare: {results.methods[0]} is the only method."
+    said = f"On {results.recipe}, after {t.step or 0:,} updates, {_said(t)}"
+    if len(results.lrs) > 1:
+        said += f" With each at its own best of {len(results.lrs)} learning rates, {_said(table(results, t.metric, own_lr=True))}"
+    return said
+
+
+def _said(t: Table) -> str:
+    base = next((str(row.final) for row in t.rows if row.method == t.baseline), "nothing")
+    better, worse, same, one = (t.of(verdict) for verdict in (BETTER, WORSE, SAME, ONE_SEED))
+    tested = better + worse + same
+    seeds = max((len(row.difference.seeds) for row in tested if row.difference), default=1)
+    unknown = [f"{row.method}{row.verdict.removeprefix(UNKNOWN)}" for row in t.rows if row.verdict.startswith(UNKNOWN)]
+    yardstick = f"{t.baseline}, at {base} in {t.title}, over {seeds} seeds"
+    if better:
+        text = f"{better[0].method} reached {better[0].final} in {t.title}, {t.baseline} {base}, over {seeds} seeds: better by {_by(better[0])}"
+        text += _time(better[0], t.baseline)
+    elif worse:
+        text = f"no method was significantly better than {yardstick}"
+    elif same:
+        text = f"{same[0].method + ' did not differ' if len(same) == 1 else 'no method differed'} significantly from {yardstick}{_room(t)}"
+    elif one:
+        values = ", ".join(f"{row.method} {row.final}" for row in one)
+        text = f"one seed cannot tell whether a method is better than {t.baseline} in {t.title}: {t.baseline} {base}, {values}; run more seeds"
+    else:
+        text = f"nothing can be told: {'; '.join(unknown)}"
+    more = {
+        "Also better": [f"{row.method}, by {_by(row)}" for row in better[1:]],
+        "Worse": [f"{row.method}, by {_by(row)}" for row in worse],
+        "No significant difference": [row.method for row in same] if better or worse else [],
+        "Cannot tell": unknown if tested else [],
+    }
+    return ". ".join([text, *(f"{what}: {'; '.join(said)}" for what, said in more.items() if said)]) + "."
+
+
+def _by(row: Row) -> str:
+    """The size of a significant difference, whichever its direction."""
+    d = row.difference
+    if d is None or d.interval is None:
+        return "an unknown amount"
+    if d.relative is None or d.relative_interval is None:
+        low, high = sorted(map(abs, d.interval))
+        return f"{abs(d.mean):.2g} (95 % interval {low:.2g}–{high:.2g})"
+    low, high = sorted(map(abs, d.relative_interval))
+    return f"{_percent(abs(d.relative))} % (95 % interval {_percent(low)}–{_percent(high)} %)"
+
+
+def _time(row: Row, baseline: str) -> str:
+    """What it saved or cost to get as far as the baseline, if all seeds agree on which."""
+    needed = Ratio({seed: 1 / ratio if ratio else None for seed, ratio in row.speed_up_seconds.by_seed.items()})
+    if needed.mean is None or min(needed.known) <= 1 <= max(needed.known):
+        return ""
+    return f", {'and' if needed.mean < 1 else 'but'} it needed {needed} times {baseline}'s training time to get as far"
+
+
+def _room(t: Table) -> str:
+    """How large the differences may be that were not seen."""
+    ends = [end for row in t.of(SAME) if row.difference for end in row.difference.relative_interval or ()]
+    if not ends:
+        return ""
+    good = sorted(end if t.higher_is_better else -end for end in ends)
+    best, worst = (f"{_percent(abs(end))} % {'better' if end > 0 else 'worse'}" for end in (good[-1], good[0]))
+    return f"; 95 % intervals reach from {best} to {worst}" if good[0] != good[-1] else ""
+
+
+def _change(d: Difference | None) -> str:
+    """A difference as it stands in a table."""
+    if d is None:
+        return "-"
+    if d.relative is None:
+        return f"{d.mean:+.2g}" + (f" ({d.interval[0]:+.2g} to {d.interval[1]:+.2g})" if d.interval else "")
+    interval = f" ({' to '.join(_percent(end, '+') for end in d.relative_interval)})" if d.relative_interval else ""
+    return f"{_percent(d.relative, '+')} %{interval}"
+
+
+def _percent(x: float, sign: str = "") -> str:
+    """Two digits of a hundredth.
+
+    >>> _percent(0.1234), _percent(-0.01234, "+")
+    ('12', '-1.2')
+    """
+    value = 100 * x
+    return f"{value:{sign}.0f}" if abs(value) >= 9.95 else f"{round(value, 1) + 0.0:{sign}.1f}"
+
+
+def _with_spread(mean: float | None, std: float | None) -> str:
+    """Two digits of the spread, and as many places of the mean."""
+    if mean is None:
+        return "-"
+    if not std or std < 1e-9 * abs(mean):
+        return f"{mean:.4g}"
+    places = max(0, 1 - math.floor(math.log10(std)))
+    return f"{mean:.{places}f} ± {std:.{places}f}" if places < 8 else f"{mean:.3g} ± {std:.2g}"

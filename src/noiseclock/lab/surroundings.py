@@ -1,0 +1,44 @@
+"""What a run is made with: versions, machine, and the commit of the code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("noiseclock", "torch", "numpy", "diffusers", "accelerate", "safetensors", "scikit-learn", "datasets")
+
+
+def surroundings(device: torch.device, world: int) -> dict[str, Any]:
+    """What a run was made with: versions, machine, and the commit of the code, where there is one."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "processes": world,
+        "git": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of this code, "-dirty" after it where files have changed since; None where it is in no repository."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        # installed into a folder of somebody else's repository it would be that one's commit
+        subprocess.run([*here, "ls-files", "--error-unmatch", "."], capture_output=True, check=True)
+        described = subprocess.run(
+            [*here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()

@@ -1,0 +1,136 @@
+"""Trainings that take a fraction of a second, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noiseclock.lab import checkpoint
+from noiseclock.lab.recipes import Recipe, recipe
+from noiseclock.lab.train import Record, Run, _accelerator, train
+
+# A DiT of one block and 12,000 parameters on 8x8 digits, 20 steps of noise: an update takes 10 ms. Nothing is shown or saved unless asked for.
+TINY = replace(
+    recipe("digits"), model="dit", channels=16, head_channels=8, blocks=1, patch=4, batch=16, updates=8, warmup=4, steps=20, solver_steps=2,
+    log_every=1, save_every=0, validate_every=0, sample_every=0, track=(),
+)  # fmt: skip
+UNET = replace(TINY, model="unet", channels=8, head_channels=0, multipliers=(1,), attention=())
+
+
+def trained(settings: Recipe, folder: Path, *, stop: int | None = None) -> list[Record]:
+    """Train, or go on, to the end or until after update `stop`."""
+    records = []
+    updates = train(settings, folder, device="cpu")
+    for record in updates:
+        records.append(record)
+        if record.step == stop:
+            updates.close()  # type: ignore[attr-defined]
+    return records
+
+
+def run_of(settings: Recipe, folder: Path) -> Run:
+    """What `train` trains, to be looked at."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(settings, folder, _accelerator(settings, folder, "cpu"), shard=False)
+
+
+def state_of(folder: Path, step: int | None = None) -> dict[str, Any]:
+    """A checkpoint, without the time that it took."""
+    _, state = checkpoint.load(folder, step)
+    del state["seconds"]
+    return dict(state)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The log, without the time that it took."""
+    found = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in found]
+
+
+def differing(mine: Any, theirs: Any, place: str = "") -> list[str]:
+    """Where two states are not the same to the bit."""
+    if isinstance(mine, torch.Tensor):
+        alike = mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.numpy().tobytes() == theirs.numpy().tobytes()
+        return [] if alike else [place]
+    if isinstance(mine, dict):
+        if mine.keys() != theirs.keys():
+            return [place]
+        return [found for key in mine for found in differing(mine[key], theirs[key], f"{place}.{key}")]
+    if isinstance(mine, (list, tuple)):
+        if len(mine) != len(theirs):
+            return [place]
+        return [found for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) for found in differing(a, b, f"{place}.{i}")]
+    return [] if mine == theirs else [place]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder; the lock apart, which names the process that held it last."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+
+
+def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The Euclidean distance between two sets of tensors."""
+    return float(sum(((mine[name].double() - theirs[name].double()) ** 2).sum() for name in mine) ** 0.5)
+
+
+def words(settings: Recipe, folder: Path) -> list[str]:
+    """The command line that trains these settings."""
+    given = []
+    for name, value in settings.settings().items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            given.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            given += [f"--{option}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return ["train", "digits", "--out", str(folder), "--device", "cpu", *given]
+
+
+class Forked:
+    """A process that starts at once, forked from a server that has imported everything; used like subprocess.Popen.
+
+    It runs target(*args) and exits with what that returns; what it prints goes to the file `output`.
+    """
+
+    def __init__(self, target: Callable[..., int], *args: Any, output: Path, **environment: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["noiseclock.cli", "noiseclock.lab.trained", "sklearn.datasets", "rich.progress"])
+        self._process = context.Process(target=_in_child, args=(target, args, output, environment))
+        self.output = output
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _in_child(target: Callable[..., int], args: tuple[Any, ...], output: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with output.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    torch.set_num_threads(1)
+    sys.exit(target(*args))

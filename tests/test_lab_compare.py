@@ -1,0 +1,178 @@
+"""Comparisons: cells, what they share, and that nothing is lost or done twice."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from noiseclock.lab.compare import Cell, Plan, by_workers, compare, merge
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.folder import lock
+from noiseclock.lab.methods import applied
+from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.results import read
+from small_runs import TINY, differing, state_of
+
+
+def plan(**changes):
+    settings = {"methods": ("uniform", "lsm+min-snr"), "seeds": (0, 1), "lrs": (1e-3,), "every": 2, "samples": 40, "vlb_images": 8, "vlb_steps": 3}
+    return Plan("tiny", replace(TINY, updates=4), **{**settings, **changes})
+
+
+def finished(events):
+    """Run to the end; the last step that each cell was seen at."""
+    return {event.cell: event for event in events}
+
+
+def points(folder):
+    """Every evaluation, without the time that it took."""
+    return {(c.method, c.lr, c.seed, p["step"]): {k: v for k, v in p.items() if k != "seconds"} for c in read(folder).cells for p in c.points}
+
+
+@pytest.mark.parametrize(
+    ("text", "sampler", "weighting", "correct"),
+    [
+        ("uniform", "uniform", "constant", "auto"),
+        ("min-snr:gamma=4", "uniform", "min-snr:gamma=4", "auto"),
+        ("speed:k=5,tau=641+change-aware", "speed:k=5,tau=641", "change-aware", "auto"),
+        ("adaptive+min-snr", "adaptive", "min-snr", "auto"),
+        ("min-snr+adaptive", "adaptive", "min-snr", "auto"),
+        ("lsm@none", "loss-second-moment", "constant", "none"),
+    ],
+)
+def test_a_method_is_a_sampler_a_weighting_or_both(text, sampler, weighting, correct):
+    found = applied(text, Recipe(sampler="beta", weighting="p2"))
+    assert (found.sampler, found.weighting, found.correct) == (sampler, weighting, correct)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("unifrom", "did you mean uniform"),
+        ("adaptive+speed", "names two samplers"),
+        ("min-snr+p2", "names two weightings"),
+        ("lsm@maybe", "unknown correction 'maybe'"),
+        ("speed:q=3", "takes no option 'q'"),
+        ("speed:k", "is not option=value"),
+    ],
+)
+def test_a_method_that_does_not_exist_is_named(text, message):
+    with pytest.raises(Mistake, match=message):
+        applied(text, Recipe())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ()}, "at least one of its methods"),
+        ({"seeds": (0, 0)}, "seeds of a comparison must differ"),
+        ({"every": 3}, "do not end with the last of 4"),
+        ({"methods": ("uniform", "unifrom")}, "did you mean uniform"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
+    with pytest.raises(Mistake, match=message):
+        plan(**changes)
+
+
+def test_cells_of_all_methods_rates_and_seeds_have_folders_of_their_own():
+    found = plan(methods=("speed:k=5", "speed:k=6", "uniform"), lrs=(1e-3, 2e-3)).cells()
+    assert len(found) == 3 * 2 * 2
+    assert len({cell.slug for cell in found}) == len(found)
+    hostile = Cell("../../<b>" + "x" * 300, 1e-3, 0).slug
+    assert "/" not in hostile
+    assert "<" not in hostile
+    assert len(hostile) < 120
+    assert [cell.seed for cell in found] == sorted(cell.seed for cell in found)  # whole seeds first
+
+
+def test_a_comparison_from_beginning_to_end(tmp_path):
+    whole = plan()
+    events = finished(compare(whole, tmp_path, device="cpu"))
+    assert list(events) == whole.cells()
+    results = read(tmp_path)
+    assert results.problems == []
+    assert results.config["methods"] == ["uniform", "lsm+min-snr"]
+    assert results.config["baseline"] == "uniform"
+    assert {(cell.method, cell.seed) for cell in results.cells} == {(cell.method, cell.seed) for cell in whole.cells()}
+    for cell in results.cells:
+        assert cell.finished
+        assert [point["step"] for point in cell.points] == [2, 4]
+        assert [v["step"] for v in cell.validations] == [2, 4]
+        assert sorted(cell.pictures) == [2, 4]
+        for point, validation in zip(cell.points, cell.validations, strict=True):
+            assert point["images"] == point["step"] * TINY.batch
+            assert (point["samples"], point["solver"], point["solver_steps"]) == (40, "ddim", 2)
+            assert point["validation"] == validation["loss"]
+            assert all(math.isfinite(point[name]) for name in ("frechet", "bits", "precision", "recall", "seconds"))
+            assert point["frechet_name"] == "Fréchet distance (digits classifier)"
+    # a finished cell is not run again
+    again = list(compare(whole, tmp_path, device="cpu"))
+    assert [(event.record, event.point) for event in again] == [(None, None)] * 4
+    # and more seeds may join, other settings not
+    assert len(list(compare(plan(seeds=(0, 1)), tmp_path, device="cpu"))) == 4
+    with pytest.raises(Mistake, match="holds another comparison"):
+        list(compare(plan(samples=50), tmp_path, device="cpu"))
+
+
+def test_cells_of_one_seed_start_alike_and_see_the_same_images(tmp_path):
+    """Uniform under another name must train to the very same weights; another seed must not."""
+    same = plan(methods=("uniform", "uniform@none"), samples=0, vlb_images=0)
+    finished(compare(same, tmp_path, device="cpu"))
+    states = {cell: state_of(tmp_path / "cells" / cell.slug) for cell in same.cells()}
+    for seed in (0, 1):
+        mine, theirs = (states[cell]["model"] for cell in same.cells() if cell.seed == seed)
+        assert differing(mine, theirs) == []
+    assert differing(states[same.cells()[0]]["model"], states[same.cells()[2]]["model"])
+
+
+def test_killed_twice_and_resumed_gives_the_same_results(tmp_path):
+    """Left between two updates, after a checkpoint and before its evaluation, and in between: all points are those of an undisturbed comparison."""
+    whole = plan(methods=("uniform", "adaptive:every=2,stride=5"))
+    finished(compare(whole, tmp_path / "whole", device="cpu"))
+    for stops in ((3, 6), (2, 5)):
+        torn = tmp_path / f"torn{stops[0]}"
+        for stop in (*stops, None):
+            for count, _ in enumerate(compare(whole, torn, device="cpu"), 1):
+                if count == stop:
+                    break
+        assert points(torn) == points(tmp_path / "whole")
+        assert read(torn).problems == []
+        for cell in whole.cells():
+            assert differing(state_of(torn / "cells" / cell.slug), state_of(tmp_path / "whole" / "cells" / cell.slug)) == []
+
+
+def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):
+    small = plan(samples=0, vlb_images=0)
+    taken = small.cells()[1]
+    with lock(tmp_path / "locks" / taken.slug):
+        assert set(finished(compare(small, tmp_path, device="cpu"))) == set(small.cells()) - {taken}
+    assert set(finished(compare(small, tmp_path, device="cpu"))) == set(small.cells())
+    assert all(cell.finished for cell in read(tmp_path).cells)
+
+
+def test_shards_run_every_cell_once_and_merge(tmp_path):
+    small = plan(samples=0, vlb_images=0)
+    parts = [tmp_path / "a", tmp_path / "b"]
+    ran = [list(finished(compare(small, part, shard=(i, 2), device="cpu"))) for i, part in enumerate(parts)]
+    assert sorted(ran[0] + ran[1]) == sorted(small.cells())
+    assert merge(tmp_path / "all", parts) == 4
+    assert merge(tmp_path / "all", parts) == 0  # again changes nothing
+    found = read(tmp_path / "all")
+    assert found.problems == []
+    assert len(found.cells) == 4
+    other = plan(samples=0, vlb_images=9)
+    list(compare(other, tmp_path / "c", shard=(3, 4), device="cpu"))
+    with pytest.raises(Mistake, match="not of the same comparison"):
+        merge(tmp_path / "all", [tmp_path / "c"])
+    with pytest.raises(Mistake, match="holds no comparison"):
+        merge(tmp_path / "all", [tmp_path / "nothing"])
+
+
+def test_workers_share_the_cells(tmp_path):
+    small = plan(samples=0, vlb_images=0)
+    events = finished(by_workers(small, tmp_path, 2, device="cpu"))
+    assert set(events) == set(small.cells())
+    assert all(cell.finished for cell in read(tmp_path).cells)
+    assert json.loads((tmp_path / "compare.json").read_text())["seeds"] == [0, 1]

@@ -1,0 +1,214 @@
+"""The table of recipes: what the papers print, that every one can be built, and that mistakes are named."""
+
+import json
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings as how, strategies as st
+
+from noiseclock.core.names import SAMPLERS
+from noiseclock.core.samplers import Sampler
+from noiseclock.core.schedules import Schedule
+from noiseclock.core.uncertainty import Uncertainty
+from noiseclock.core.weightings import MinSNR, Weighting
+from noiseclock.core.wrappers import Shifted
+from noiseclock.lab import wording
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.models import count
+from noiseclock.lab.recipes import FIXED, FREE, RECIPES, Recipe, entry_of, recipe
+from noiseclock.lab.train import network
+from noiseclock.lab.trained import recipe_of
+
+# --- what the papers print ----------------------------------------------------------------------------------------------------------------
+
+
+def values(name: str, *of: str) -> tuple:
+    settings = RECIPES[name].recipe.settings()
+    return tuple(settings[field] for field in of)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "quadratic"])
+def test_cifar10_is_table_7_of_the_adaptive_paper(schedule):
+    name = f"cifar10-{schedule}"
+    assert values(name, "data", "schedule", "steps", "objective", "flip") == ("cifar10", schedule, 1000, "eps", True)
+    assert values(name, "channels", "multipliers", "blocks", "attention", "dropout") == (128, (1, 2, 2, 2), 2, (16,), 0.1)
+    assert values(name, "optimizer", "lr", "batch", "warmup", "clip", "ema") == ("adam", 2e-4, 128, 5000, 1.0, 0.9999)
+    assert values(name, "variance", "solver", "solver_steps") == ("fixed-large", "ddpm", 1000)
+    assert values(name, "updates") == (2040 * 50_000 / 128,)  # 2040 epochs
+
+
+def test_cifar10_sprint_is_a_narrow_model_for_20k_steps():
+    assert values("cifar10-sprint", "data", "channels", "updates") == ("cifar10", 64, 20_000)
+
+
+def test_celebahq_is_table_8_of_the_adaptive_paper():
+    name = "celebahq-ldm"
+    assert values(name, "channels", "multipliers", "blocks", "dropout") == (224, (1, 2, 3, 4), 2, 0.0)
+    assert values(name, "optimizer", "betas", "lr", "batch", "ema") == ("adamw", (0.9, 0.999), 1.92e-4, 24, 0.9999)
+    assert values(name, "solver", "solver_steps") == ("ddim", 200)
+    assert values(name, "updates") == (300 * 30_000 / 24,)  # 300 epochs of CelebA-HQ's 30,000 images
+    betas = recipe_of(RECIPES[name].recipe.settings()).clock().schedule.betas
+    assert (betas[0], betas[-1]) == pytest.approx((0.0015, 0.0195), rel=1e-12)  # LDM's own
+
+
+def test_imagenet_is_table_9_of_the_adaptive_paper():
+    name = "imagenet-uvit"
+    width, head = values(name, "channels", "head_channels")
+    assert (width, width // head) == (1152, 16)
+    assert values(name, "optimizer", "betas", "lr", "batch", "ema") == ("adamw", (0.99, 0.99), 2e-4, 256, 0.9999)
+    assert values(name, "schedule", "updates", "solver", "solver_steps") == ("cosine", 2_100_000, "heun", 50)
+
+
+@pytest.mark.parametrize("name", ["ffhq-dit", "metfaces-dit"])
+def test_faces_are_as_in_speed(name):
+    assert values(name, "model", "channels", "blocks") == ("dit", 1152, 28)  # DiT-XL
+    assert values(name, "optimizer", "lr", "schedule", "steps", "ema", "updates") == ("adamw", 1e-4, "linear", 1000, 0.9999, 50_000)
+
+
+# --- every recipe works -------------------------------------------------------------------------------------------------------------------
+
+SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32), "folder": (3, 64, 64)}  # 64×64: LDM's latents, too
+MILLIONS = {
+    "digits": 0.7, "mnist": 1.6, "cifar10-linear": 35.7, "cifar10-cosine": 35.7, "cifar10-quadratic": 35.7, "cifar10-sprint": 9.0,
+    "ffhq-dit": 674, "metfaces-dit": 674, "celebahq-ldm": 274,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_a_recipe_has_the_parameters_that_it_says(name):
+    entry = RECIPES[name]
+    data = SimpleNamespace(shape=SHAPES[entry.recipe.data.partition(":")[0]], classes=None, name="")
+    with torch.device("meta"):
+        parameters = count(network(entry.recipe, data, entry.recipe.clock())) / 1e6
+    stated = MILLIONS[name]
+    assert entry.cost.startswith(f"{stated:g} M parameters") or entry.cost.startswith(f"{stated:.1f} M parameters")
+    assert round(parameters, 0 if stated > 100 else 1) == stated
+
+
+def test_35_7_million_is_ddpm_to_the_parameter():
+    # google/ddpm-cifar10-32, as everybody counts it
+    data = SimpleNamespace(shape=(3, 32, 32), classes=None, name="")
+    with torch.device("meta"):
+        assert count(network(recipe("cifar10-linear"), data, recipe("cifar10-linear").clock())) == 35_746_307
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_comes_back_from_its_json(name):
+    settings = RECIPES[name].recipe
+    assert recipe_of(json.loads(json.dumps(settings.settings()))) == settings
+    assert str(settings.clock()) == str(recipe_of(settings.settings()).clock())
+
+
+@pytest.mark.parametrize("name", ["celebahq-ldm", "imagenet-uvit"])
+def test_recipes_on_latents_say_what_they_miss(name):
+    with pytest.raises(Mistake, match=f"'{name}' is written down but cannot run: it trains on latents"):
+        recipe(name)
+    assert entry_of(name).recipe.size == 256
+
+
+def test_the_others_can_run():
+    for name, entry in RECIPES.items():
+        if not entry.missing:
+            assert recipe(name) is entry.recipe
+        assert entry.about
+        assert entry.needs
+        assert entry.cost
+
+
+def test_settings_are_free_or_fixed():
+    assert sorted(FREE + FIXED) == sorted(f.name for f in fields(Recipe))
+
+
+def test_a_config_of_another_version_is_named():
+    with pytest.raises(Mistake, match="does not know: colour, taste"):
+        recipe_of({"lr": 1e-3, "colour": 1, "taste": 2})
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "lr must be positive, got -1": {"lr": -1},
+    "lr must be positive, got nan": {"lr": float("nan")},
+    "betas must lie in [0, 1), got (0.9, 1.0)": {"betas": (0.9, 1.0)},
+    "batch must be at least 1, got 0": {"batch": 0},
+    "a batch of 10 cannot be split into 3 equal micro-batches": {"batch": 10, "accumulate": 3},
+    "ema must lie in [0, 1), got 1.0": {"ema": 1.0},
+    "drop_labels must lie in [0, 1), got -0.1": {"drop_labels": -0.1},
+    "warmup must not be negative, got -5": {"warmup": -5},
+    "unknown objective 'epsilon'": {"objective": "epsilon"},
+    "unknown optimizer 'adam2' (did you mean adam?)": {"optimizer": "adam2"},
+    "unknown precision 'fp16' (did you mean bf16?)": {"precision": "fp16"},
+    "unknown solver 'ddin' (did you mean ddim?)": {"solver": "ddin"},
+    "unknown sampler 'adaptve' (did you mean adaptive?)": {"sampler": "adaptve"},
+    "unknown schedule 'betas'": {"schedule": "betas"},
+    "sampler 'speed:q=3': sampler 'speed' takes no option 'q'; allowed: k, tau, variant, schedule": {"sampler": "speed:q=3"},
+    "'speed:k': 'k' is not option=value": {"sampler": "speed:k"},
+    "'speed:k=3,k=5': k is there twice": {"sampler": "speed:k=3,k=5"},
+    "sampler 'shifted:k=3': sampler 'shifted' needs sampler": {"sampler": "shifted:k=3"},
+    "the schedule 'flow' is continuous and has no steps; set steps to None": {"schedule": "flow"},
+    "steps is a setting of its own": {"schedule": "linear:steps=10"},
+    "solver_steps can be at most 10, the steps of the schedule, got 50": {"steps": 10},
+    "take objective v or x0": {"schedule": "linear:zero_terminal_snr=true"},
+    "correction": {"correct": "perhaps"},
+    "importance correction cannot reach all of the base": {"sampler": "truncated:sampler=uniform,lo=0.5", "correct": "importance"},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), WRONG.items(), ids=WRONG)
+def test_a_wrong_setting_is_one_sentence(message, changes):
+    with pytest.raises(Mistake) as mistake:
+        replace(recipe("digits"), **changes)
+    assert message in str(mistake.value)
+    assert "\n" not in str(mistake.value)
+
+
+def test_an_unknown_recipe_shows_the_nearest():
+    with pytest.raises(Mistake, match=r"unknown recipe 'digit' \(did you mean digits\?\); known: digits, mnist, cifar10-linear"):
+        recipe("digit")
+
+
+# --- words --------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_words_make_what_they_say():
+    inner = wording.sampler("shifted:sampler=logit-normal,k=2")
+    assert isinstance(inner, Shifted)
+    assert inner.k == 2.0
+    assert wording.weighting("min-snr") == MinSNR()
+    learned = wording.weighting("uncertainty:weighting=min-snr")
+    assert isinstance(learned, Uncertainty)
+    assert learned.weighting == MinSNR()
+    assert wording.schedule("scaled-linear:beta_end=0.03", 500).betas[-1] == pytest.approx(0.03, rel=1e-12)
+    assert wording.schedule("linear", None).steps == 1000
+    assert wording.schedule("edm:sigma_max=10", None).steps is None
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_of_the_library_can_be_named(name):
+    inner = ":sampler=logit-normal" if name in ("shifted", "truncated", "mixture", "annealed") else ""
+    assert isinstance(replace(recipe("digits"), sampler=name + inner).clock().sampler, SAMPLERS[name])
+
+
+known = [*SAMPLERS, *wording._WEIGHTINGS, *wording._SCHEDULES]
+options = ["k", "tau", "variant", "sampler", "other", "weighting", "gamma", "normalize", "floor", "every", "bins", "lo", "hi", "std"]
+options += ["schedule"]
+numbers = ["0", "-1", "3", "0.5", "nan", "inf", "1e400", "true", "auto", "uniform", "min-snr", "speed", "", "a=b", "é"]
+
+
+@how(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(known) | st.text(max_size=5),
+    st.lists(st.tuples(st.sampled_from(options), st.sampled_from(numbers)), max_size=2),
+    st.sampled_from([":", "", "::"]),
+)
+def test_any_words_make_a_part_or_a_mistake(name, given_options, colon):
+    text = name + colon + ",".join(f"{option}={value}" for option, value in given_options)
+    for kind, make in (
+        (Sampler, wording.sampler), (Weighting, wording.weighting), (Schedule, lambda words: wording.schedule(words, None)),
+    ):  # fmt: skip
+        try:
+            assert isinstance(make(text), kind)
+        except Mistake as mistake:
+            assert "\n" not in str(mistake)  # noqa: PT017

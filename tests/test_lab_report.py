@@ -1,0 +1,580 @@
+import ast
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from markdown_it import MarkdownIt
+from PIL import Image
+
+import made_up_results
+from made_up_results import HIGHER, LOWER, TIMES
+from noiseclock.lab import report, report_charts, report_figures, report_markdown, report_page, statistics
+from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.results import Cell, Results, read
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+HOSTILES = [
+    "uniform", HOSTILE, '"><svg onload=alert(2)>', "&lt;b&gt;x", "<a href='http://a.example/'>link</a>", "${data} %{x} $x^2$ {{7*7}}", "`| **bold** [x](http://b.example/)",
+    "speed:k=<b>1</b>", "speed:k=--><script>alert(3)</script>", "' onmouseover='alert(4)", "名前 \N{LINE SEPARATOR}" + "x" * 300,
+]  # fmt: skip
+
+
+def cell(method: str, seed: int, values: list[float], *, seconds: float = 1.0, lr: float = 1e-3) -> Cell:
+    """Evaluated after 10, 20, ... updates of 4 images."""
+    points = [{"step": 10 * i, "images": 40 * i, "seconds": seconds * i, "frechet": value} for i, value in enumerate(values, 1)]
+    return Cell(method, lr, seed, points=points, finished=True)
+
+
+def results_of(*cells: Cell) -> Results:
+    return Results({"methods": list(dict.fromkeys(c.method for c in cells)), "baseline": "uniform"}, list(cells), [])
+
+
+# --- what the files are -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [report, report_charts, report_figures, report_markdown, report_page, statistics])
+def test_imports_no_torch(module):
+    names = set()
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+        names |= {str(node.module)} if isinstance(node, ast.ImportFrom) else set()
+    assert not [name for name in names if name.split(".")[0] == "torch"]
+    # and nothing of ours that is not about result files
+    allowed = {"errors", "results", "statistics", "curves", "report_charts", "report_figures", "report_markdown", "report_page"}
+    assert {name.rpartition(".")[2] for name in names if name.startswith("noiseclock")} <= allowed | {"lab"}
+
+
+# --- numbers behind the charts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_is_mean_and_range_over_the_seeds_that_have_a_value():
+    curve = report_charts.through_training(
+        [cell("a", 0, [8, 4, 2]), cell("a", 1, [6, math.nan]), cell("a", 2, [1, 6, math.inf], seconds=3)], "frechet"
+    )
+    assert curve == {
+        "step": [10, 20, 30], "images": [40, 80, 120], "n": [3, 2, 1],
+        "seconds": [5 / 3, 4, 3], "mean": [5, 5, 2], "low": [1, 4, 2], "high": [8, 6, 2],
+    }  # fmt: skip
+    assert report_charts.through_training([cell("a", 0, [math.nan])], "frechet") is None
+
+
+def test_a_day_is_when_the_baseline_got_to_its_best():
+    """Seed 0 is best at its second evaluation, of 2 s; seed 1 at its third, of 9 s."""
+    results = results_of(
+        cell("uniform", 0, [8, 4, 5]), cell("uniform", 1, [8, 6, 2], seconds=3), cell("a", 0, [100, 3, 1]), cell("a", 1, [100, 3, 2])
+    )
+    found = report_charts.quality(results, "frechet")
+    assert found["day"] == pytest.approx((2 + 9) / 2)
+    assert found["target"] == pytest.approx((4 + 2) / 2)
+    assert found["finals"] == [{"mean": 3.5, "low": 2, "high": 5, "n": 2}, {"mean": 1.5, "low": 1, "high": 2, "n": 2}]
+    assert found["log"]  # from 1 to 100
+    assert found["lrs"] == [None, None]
+
+
+def test_no_day_without_a_baseline_or_its_seconds():
+    assert report_charts.quality(results_of(cell("a", 0, [3, 2])), "frechet")["day"] is None
+    timeless = cell("uniform", 0, [3, 2])
+    for point in timeless.points:
+        del point["seconds"]
+    found = report_charts.quality(results_of(timeless), "frechet")
+    assert found["day"] is None
+    assert found["curves"][0]["seconds"] == [None, None]
+
+
+def test_final_values_by_learning_rate():
+    results = results_of(*(cell("a", seed, [9, value + seed], lr=lr) for lr, value in ((1e-3, 4), (2e-3, 2)) for seed in (0, 2)))
+    assert report_charts.quality(results, "frechet")["lrs"] == [{"lr": [1e-3, 2e-3], "mean": [5, 3], "low": [4, 2], "high": [6, 4], "n": [2, 2]}]
+
+
+def test_loss_by_noise_level_and_its_ratio_are_as_written(made_up):
+    """The generator's loss at time u is 3·loss·(1-u)² of one seed, so that the ratio of two methods is that of their mean losses everywhere."""
+    results = read(made_up)
+    found = report_charts.loss(results)
+    assert found["step"] == 400
+    losses = {method: np.mean([c.points[-1]["validation"] for c in results.of(method, results.lr)]) for method in results.methods}
+    for method, entry in zip(results.methods, found["methods"], strict=True):
+        assert entry["mean"] == pytest.approx((losses[method] * 3 * (1 - TIMES) ** 2).tolist(), rel=1e-12)
+        assert entry["ratio"] == pytest.approx([losses[method] / losses["uniform"]] * 50, rel=1e-12)
+
+
+def test_densities_are_as_written(made_up):
+    """uniform is 1 all along; the generator ends its fifth method, number 4, at Beta(2, 5)."""
+    results = read(made_up)
+    found = report_charts.density(results)
+    assert np.array(found["methods"][0]["density"]) == pytest.approx(np.ones((50, 4)))
+    last = np.array(found["methods"][4]["density"])[:, -1]
+    beta = 30 * TIMES * (1 - TIMES) ** 4
+    # the generator makes the mean of the 50 points 1; by the midpoint rule it is that already, up to (1/50)²/24·max|f''| with |f''| <= 240
+    assert last == pytest.approx(beta, rel=(1 / 50) ** 2 / 24 * 240, abs=1e-12)
+    assert found["most"] > 2
+
+
+def test_overhead_is_the_ratio_of_paces(made_up):
+    assert [entry["ratio"] for entry in report_charts.overhead(read(made_up))] == pytest.approx([1, 1, 1.1, 1.25, 1])
+
+
+def test_sweeps_are_methods_that_differ_in_one_option():
+    methods = [
+        "uniform",
+        "adaptive:count=10",
+        "adaptive:count=1",
+        "speed:k=5,tau=600",
+        "speed:k=5,tau=700",
+        "speed:k=9,tau=600",
+        "adaptive:count=3@importance",
+    ]
+    found = {sweep["title"]: sweep for sweep in report_charts.sweeps(methods)}
+    assert {title: sweep["points"] for title, sweep in found.items()} == {
+        "adaptive:count=…": [(2, 1.0), (1, 10.0)],
+        "speed:k=5,tau=…": [(3, 600.0), (4, 700.0)],
+        "speed:k=…,tau=600": [(3, 5.0), (5, 9.0)],
+    }
+    assert found["adaptive:count=…"]["label"].startswith("|S|")
+    assert [sweep["log"] for sweep in found.values()] == [True, False, False]
+    words = report_charts.sweeps(["adaptive:select=f+min-snr:gamma=5", "adaptive:select=greedy+min-snr:gamma=5"])
+    assert [(sweep["label"], sweep["points"], sweep["numeric"]) for sweep in words] == [("select of adaptive", [(0, "f"), (1, "greedy")], False)]
+    [gamma] = report_charts.sweeps(["adaptive+min-snr:gamma=1", "adaptive+min-snr:gamma=5"])
+    assert gamma["label"] == "gamma of min-snr"
+    for odd in ("", ":", "a:=", "a:b=", "=,:+@", "a:b=c=d", ":b=1", ",b=1"):
+        report_charts.sweeps([odd, odd + "1"])
+
+
+def test_every_method_looks_different():
+    many = Results({}, [cell(f"m{i}", 0, [1]) for i in range(25)] + [cell("uniform", 0, [1])], [])
+    looks = [(look["colour"], look["dash"]) for look in report_charts.looks(many)]
+    assert len(set(looks)) == 26
+    assert [look["name"] for look in report_charts.looks(many) if look["colour"] == 0] == ["uniform"]
+
+
+# --- the page, without a browser ----------------------------------------------------------------------------------------------------------
+
+
+class Elements(HTMLParser):
+    """What a parser makes of a page: its elements, the text of each section, and the JSON in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words, self.data, self._inside = "", "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = "data" if ("id", "data") in attrs else tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "data":
+            self.data += data
+        elif self._inside not in ("script", "style"):
+            self.words += data
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory) -> Path:
+    """Five methods of which three are a sweep over |S|, two learning rates, and known effects: 20 % better and 30 % worse, over 1 % of noise."""
+    methods = ["uniform", "speed", "adaptive:count=1", "adaptive:count=3", "min-snr"]
+    return made_up_results.write(
+        tmp_path_factory.mktemp("made") / "results", methods, effect={"speed": 0.8, "min-snr": 1.3}, lrs=(1e-3, 2e-3), best_lr={"speed": 2e-3},
+        overhead={"adaptive:count=1": 1.1, "adaptive:count=3": 1.25}, updates=400, every=100,
+    )  # fmt: skip
+
+
+def test_it_opens_with_the_answer_and_says_the_verdicts(made_up):
+    results = read(made_up)
+    page = Elements(report.page(results))
+    first, _, rest = statistics.answer(results).partition(". ")
+    assert "speed" in first
+    assert page.words.index(first) < page.words.index(rest) < page.words.index("The numbers")
+    table = page.words[page.words.index("The numbers") : page.words.index("Quality through training")]
+    for word in ("better", "worse", "no significant difference", "Speed-up", "Time per", "1.25×", "Seeds"):
+        assert word in table
+    for metric in (*LOWER, *HIGHER):
+        assert sum(attrs.get("data-metric") == metric for tag, attrs in page.tags if tag == "div") == 2  # at the common and at its own learning rate
+    for section in ("answer", "quality", "learning-rate", "sweeps", "samples", "loss", "density", "overhead", "repeat"):
+        assert ("section", {"id": section, "aria-labelledby": f"{section}-title"}) in page.tags
+    assert (
+        "noiseclock compare digits --samplers uniform speed adaptive:count=1 adaptive:count=3 min-snr --seeds 3 --lr 0.001 0.002 --every 100"
+        in page.words
+    )
+    for setting in ("2.13.0", "x86_64, 2 threads", "3.11.9", "updates"):
+        assert setting in page.words
+
+
+def test_twice_the_same_is_no_difference(tmp_path):
+    """ "again" is uniform under another name: its numbers are copies."""
+    folder = made_up_results.write(tmp_path / "r", ["uniform", "again"], metrics=["frechet"], updates=200, every=100, pictures=False)
+    for path in (folder / "cells").glob("again*"):
+        twin = folder / "cells" / path.name.replace("again", "uniform", 1)
+        shutil.copy(twin / "points.jsonl", path / "points.jsonl")
+    words = Elements(report.page(read(folder))).words
+    table = words[words.index("The numbers") :]
+    assert "no significant difference" in table[: table.index("Quality")]
+    assert "again did not differ significantly from uniform" in words
+    assert "better" not in re.findall(r"again(.*?)Values are", table, re.S)[0]
+
+
+def test_pictures_and_charts_have_words(made_up):
+    page = Elements(report.page(read(made_up)))
+    images = [attrs for tag, attrs in page.tags if tag == "img"]
+    assert len(images) == 5 * 4  # methods and steps
+    assert all(attrs["alt"].startswith("Samples from ") and attrs["src"].startswith("data:image/png;base64,") for attrs in images)
+    assert sum("hidden" not in attrs for attrs in images) == 5
+    assert all(attrs["aria-label"] for tag, attrs in page.tags if attrs.get("role") == "img")
+
+
+def test_nothing_in_the_files_becomes_html(hostile):
+    """The elements of a page with hostile names are those of one with plain names."""
+    bad, good = (Elements(report.page(read(folder))) for folder in hostile)
+    assert [tag for tag, _ in bad.tags] == [tag for tag, _ in good.tags]
+    attributes = {name for _, attrs in bad.tags for name in attrs}
+    assert attributes == {name for _, attrs in good.tags for name in attrs}
+    assert not [name for name in attributes if name.startswith("on")]
+    assert [tag for tag, _ in bad.tags if tag == "script"] == ["script"] * 3
+    data = json.loads(bad.data)
+    assert {method["name"] for method in data["methods"]} >= set(HOSTILES[:8])
+    assert not set(bad.data) & set("<>&\u2028\u2029")
+    assert HOSTILE in bad.words  # as text
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> tuple[Path, Path]:
+    """Two comparisons that differ in the words in them."""
+    place, pair = tmp_path_factory.mktemp("hostile"), []
+    names = [name for name in HOSTILES if name.isprintable()]
+    plain = [f"speed:k=x{i}" if name.startswith("speed") else "uniform" if name == "uniform" else f"name{i}" for i, name in enumerate(names)]
+    for kind, methods, word in (("bad", names, HOSTILE), ("good", plain, "word")):
+        folder = made_up_results.write(place / kind, methods, seeds=(0, 1), metrics=["frechet", "validation"], updates=200, every=100)
+        config = json.loads((folder / "compare.json").read_text())
+        config["recipe"], config["settings"] = word, {**config["settings"], f"{word} 2": [word]}
+        config["made with"] = {"versions": {word: word}, "machine": word}
+        (folder / "compare.json").write_text(json.dumps(config))
+        for path in (folder / "cells").iterdir():
+            (path / "points.jsonl").write_text((path / "points.jsonl").read_text().replace("Fr\\u00e9chet distance (digits classifier)", word))
+        (folder / "cells" / f"{word.replace('/', '')}").mkdir()
+        pair.append(folder)
+    return pair[0], pair[1]
+
+
+def test_what_is_missing_is_said_and_the_rest_shown(tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    page = Elements(report.write(empty).read_text())
+    assert "There is nothing to compare" in page.words
+    assert "compare.json is missing" in page.words
+
+    folder = made_up_results.write(tmp_path / "half", updates=300, every=100, stopped={("speed:k=5", 1): 100})
+    (folder / "compare.json").write_text(json.dumps({**json.loads((folder / "compare.json").read_text()), "version": 99}))
+    [broken] = (folder / "cells").glob("uniform*seed-2")
+    (broken / "points.jsonl").write_text((broken / "points.jsonl").read_text()[:-30])
+    [picture] = (folder / "cells").glob("uniform*seed-0/samples/step-00000300.png")
+    picture.write_bytes(picture.read_bytes()[:-20])
+    [other] = (folder / "cells").glob("adaptive*seed-0/samples/step-00000300.png")
+    other.write_text("<svg onload='alert(1)'>")
+    page = Elements(report.write(folder).read_text())
+    for problem in ("version 99", "1 malformed lines", "not finished", "samples of uniform, seed 0, at update 300: not a whole PNG file"):
+        assert problem in page.words
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 3 * 3 - 2
+    assert "cannot tell" in page.words
+    assert ("section", {"id": "quality", "aria-labelledby": "quality-title"}) in page.tags
+
+
+@pytest.mark.parametrize("lost", ["points.jsonl", "log.jsonl", "samples", "cell.json"])
+def test_any_file_may_be_missing(tmp_path, lost):
+    folder = made_up_results.write(tmp_path / "r", seeds=(0, 1), updates=200, every=100, metrics=["frechet"])
+    for path in (folder / "cells").glob(f"*/{lost}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    sections = {attrs["id"] for tag, attrs in Elements(report.write(folder).read_text()).tags if tag == "section"}
+    absent = {"points.jsonl": {"answer", "quality", "overhead"}, "log.jsonl": {"loss", "density"}, "samples": {"samples"}}
+    everything = {"answer", "quality", "samples", "loss", "density", "overhead", "repeat", "problems"}
+    assert sections == (everything - absent.get(lost, set()) if lost != "cell.json" else {"repeat", "problems"}) - (
+        {"problems"} if lost == "samples" else set()
+    )
+    assert report.write(folder, format="markdown").read_text()
+    if lost != "samples":  # which figures do not show
+        assert report.write(folder, format="png").is_dir()
+
+
+def test_too_many_bytes_of_pictures_leave_the_last_ones(made_up, monkeypatch):
+    one = len(next((made_up / "cells").glob("*/samples/*400.png")).read_bytes())
+    monkeypatch.setattr(report_page, "MOST_BYTES", 7 * one)
+    page = Elements(report.page(read(made_up)))
+    steps = [attrs["data-step"] for tag, attrs in page.tags if tag == "img"]
+    assert steps.count("400") == 5
+    assert len(steps) < 9
+    assert "the pictures would be over" in page.words
+
+
+# --- Markdown and figures -----------------------------------------------------------------------------------------------------------------
+
+
+def test_markdown_has_the_tables(made_up):
+    results = read(made_up)
+    tokens = MarkdownIt("commonmark").enable("table").parse(report.markdown(results))
+    cells = [t.content for t in tokens if t.type == "inline"]
+    assert sum(t.type == "table_open" for t in tokens) == 2 * 6 + 1  # metrics at two kinds of learning rate, settings
+    t = statistics.table(results, "frechet")
+    for line in t.lines:
+        assert f"`{line[0]}`" in cells
+        assert line[2] in cells
+    assert "**better**" in cells
+    assert "**no significant difference**" in cells
+
+
+def test_markdown_of_hostile_names_is_text(hostile):
+    """Rendered with raw HTML allowed, as GitHub does before it cleans up."""
+    rendered = MarkdownIt("commonmark", {"html": True}).enable("table").render(report.markdown(read(hostile[0])))
+    tags = {tag for tag, _ in Elements(rendered).tags}
+    assert tags <= {"h1", "h2", "p", "table", "thead", "tbody", "tr", "th", "td", "code", "pre", "strong", "ul", "li"}
+    assert HOSTILE in Elements(rendered).words
+
+
+def test_figures_are_for_papers(tmp_path):
+    folder = made_up_results.write(
+        tmp_path / "r", ["uniform", "a$b$", "speed:k=1", "speed:k=9", "名"], metrics=["frechet"], lrs=(1e-3, 2e-3), updates=200, every=100
+    )
+    found = report.figures(read(folder), tmp_path / "figures")
+    names = {path.name for path in found}
+    assert names == {"quality-frechet.png", "learning-rate-frechet.png", "sweep-speed_k-frechet.png", "loss.png", "density.png", "overhead.png"}
+    for path in found:
+        with Image.open(path) as image:
+            assert image.info["dpi"] == pytest.approx((200, 200), abs=0.1)  # PNG holds dots a metre, as a whole number
+            assert len(image.convert("RGB").getcolors(1 << 24)) > 20  # more than paper
+
+
+# --- where it goes ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_write(made_up, tmp_path):
+    path = report.write(made_up, tmp_path / "new" / "page.html")
+    assert path == tmp_path / "new" / "page.html"
+    assert [p.name for p in path.parent.iterdir()] == ["page.html"]
+    assert report.write(str(made_up), format="markdown") == made_up / "report.md"
+    with pytest.raises(Mistake, match=r"there is no folder .*nowhere; give the one that `noiseclock compare` has written"):
+        report.write(tmp_path / "nowhere")
+    with pytest.raises(Mistake, match=r"unknown format 'htm'.*did you mean html"):
+        report.write(made_up, format="htm")
+    with pytest.raises(Failure, match="could not be written"):
+        report.write(made_up, tmp_path)  # a folder
+    assert not list(tmp_path.parent.glob(".*.tmp"))
+
+
+# --- in a browser -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def opened(browser: Any, path: Path, **options: Any) -> Any:
+    """A page that is watched: `page.wrong` collects what a good one does not do."""
+    page = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}).new_page()
+    page.wrong = []
+    page.on("console", lambda message: page.wrong.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: page.wrong.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: (page.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda request: page.wrong.append(f"request: {request.url}") if not request.url.startswith(("data:", "file:")) else None)
+    page.goto(path.as_uri())
+    return page
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait for something to come true. Playwright's own way evaluates a string, which the page's policy forbids."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never: {expression}")
+
+
+@pytest.fixture(scope="module")
+def written(made_up, tmp_path_factory) -> Path:
+    return report.write(made_up, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def desktop(browser, written) -> Any:
+    return opened(browser, written)
+
+
+@pytest.fixture
+def page(desktop) -> Iterator[Any]:
+    """The page as it was opened, as far as a reader can tell."""
+    yield desktop
+    assert desktop.wrong == []
+    for box in desktop.locator(".methods input").all():
+        box.check()
+    desktop.select_option("#metric", "frechet")
+    desktop.locator("#step").focus()
+    desktop.keyboard.press("End")
+
+
+CHARTS = "[...document.querySelectorAll('.chart')]"
+IMAGES = "document.querySelector('.chart[data-by=images]')"
+
+
+def drawn(page: Any) -> list[tuple[str, set[int]]]:
+    """The methods in every chart that is visible; maps of density are one method each."""
+    kinds = page.evaluate(
+        f"{CHARTS}.filter(c => !c.closest('[hidden]')).map(c => [c.dataset.chart, c.dataset.method ?? null, c.data.map(t => t.meta ?? null)])"
+    )
+    return [(kind, {int(method)} if method is not None else set(methods)) for kind, method, methods in kinds]
+
+
+def test_charts_are_drawn(page, made_up):
+    kinds = [kind for kind, _ in drawn(page)]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"quality": 3, "lr": 1, "sweep": 1, "loss": 2, "density": 5, "overhead": 1}
+    marks = "path.js-line, path.point, .hm image, .bars path"
+    assert min(page.evaluate(f"{CHARTS}.map(c => [...c.querySelectorAll('{marks}')].filter(m => m.getBoundingClientRect().width > 0).length)")) >= 1
+    trace = page.evaluate(f"{IMAGES}.data.filter(t => t.meta === 1 && t.hovertext)[0]")
+    curve = report_charts.quality(read(made_up), "frechet")["curves"][1]
+    assert trace["x"] == curve["images"]
+    assert trace["y"] == pytest.approx(curve["mean"], rel=1e-5)  # six digits travel
+
+
+def test_a_method_can_be_hidden_everywhere_by_keyboard(page):
+    visible = "document.querySelectorAll('figure:not([hidden])').length"
+    before, figures = drawn(page), page.evaluate(visible)
+    page.locator(".methods input").nth(1).focus()
+    page.keyboard.press("Space")
+    assert [kind for kind, methods in drawn(page) if 1 in methods] == []
+    assert page.evaluate(visible) == figures - 2  # its density and its samples
+    assert "speed" not in page.evaluate("document.querySelector('.chart[data-chart=overhead] .main-svg').textContent")
+    page.keyboard.press("Space")
+    assert drawn(page) == before
+
+
+def test_the_name_at_the_end_of_a_line_hides_it(page):
+    page.locator(".chart[data-by=images] .annotation-text-g", has_text="min-snr").click(force=True)
+    until(page, "!document.querySelectorAll('.methods input')[4].checked")
+    assert [kind for kind, methods in drawn(page) if 4 in methods] == []
+
+
+def test_the_metric_can_be_chosen(page, made_up):
+    first = page.inner_text("#answer")
+    page.select_option("#metric", "recall")
+    assert "recall" in page.inner_text("#answer")
+    assert page.inner_text("#answer") != first
+    values = page.evaluate(f"{IMAGES}.data.filter(t => t.meta === 0 && t.hovertext)[0].y")
+    assert values == pytest.approx(report_charts.quality(read(made_up), "recall")["curves"][0]["mean"], rel=1e-5)
+
+
+def test_samples_through_training(page):
+    seen = "[...document.querySelectorAll('#samples img')].filter(i => i.offsetWidth && i.naturalWidth).map(i => i.dataset.step)"
+    assert page.evaluate(seen) == ["400"] * 5
+    page.locator("#step").focus()
+    page.keyboard.press("Home")
+    assert page.evaluate(seen) == ["100"] * 5
+    assert page.inner_text("#step-shown") == "update 100"
+
+
+def test_tooltips_have_numbers(page):
+    chart = page.locator(".chart[data-by=seconds]").first
+    chart.scroll_into_view_if_needed()
+    chart.locator("path.point").last.hover(force=True)
+    page.wait_for_selector(".chart[data-by=seconds] .hovertext")
+    said = chart.locator(".hovertext").text_content()
+    assert re.search(r"from [\d.]+ to [\d.]+ over 3 seeds", said)
+    assert re.search(r"[\d,]+ images · [\d.]+ s · [\d.]+D", said)
+
+
+def test_dark_mode_reaches_page_and_charts(page):
+    look = f"[getComputedStyle(document.body).backgroundColor, {IMAGES}.layout.font.color, {IMAGES}.data.at(-1).line.color]"
+    light = page.evaluate(look)
+    page.emulate_media(color_scheme="dark")
+    until(page, f"{IMAGES}.layout.font.color !== '{light[1]}'")
+    dark = page.evaluate(look)
+    page.emulate_media(color_scheme="light")
+    until(page, f"{IMAGES}.layout.font.color === '{light[1]}'")
+    assert all(a != b for a, b in zip(dark, light, strict=True))
+    shades = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (dark[0], light[0])]
+    assert shades[0] < 100
+    assert shades[1] > 700
+
+
+def test_on_paper(page):
+    ink = page.evaluate(f"{IMAGES}.layout.font.color")
+    page.emulate_media(media="print", color_scheme="dark")
+    until(page, "[...document.querySelectorAll('details')].every(d => d.open)")
+    assert not page.is_visible(".controls")
+    assert not page.is_visible(".slider")
+    widths = page.evaluate("[...document.querySelectorAll('.chart .main-svg')].map(c => c.getBoundingClientRect().width)")
+    assert 200 < min(widths) < max(widths) <= 210 / 25.4 * 96 - 2 * 14 / 25.4 * 96  # A4 less its margins of 14 mm, in pixels
+    assert page.evaluate(f"{IMAGES}.layout.font.color") == ink  # on paper, whatever the screen
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.emulate_media(media="screen", color_scheme="light")
+    until(page, f"{CHARTS}.every(c => Math.abs(c.querySelector('.main-svg').getBoundingClientRect().width - c.clientWidth) < 2)")
+    assert page.is_visible(".controls")
+
+
+NO_SCROLL = "[document.documentElement.scrollWidth, document.body.scrollWidth, Math.max(390, ...RIGHT)]".replace(
+    "RIGHT", "[...document.querySelectorAll('.chart .main-svg')].map(c => Math.round(c.getBoundingClientRect().right))"
+)
+
+
+@pytest.fixture(scope="module")
+def phone(browser, written) -> Any:
+    return opened(browser, written, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+
+
+def test_a_phone_has_no_horizontal_scroll(phone):
+    assert phone.evaluate(NO_SCROLL) == [390, 390, 390]
+    assert phone.evaluate("document.querySelector('.scroll').scrollWidth > document.querySelector('.scroll').clientWidth")  # the table does
+    assert phone.wrong == []
+
+
+def test_no_other_script_runs(phone):
+    """Should a tag get through all the same, the page's policy does not run it. (The refusal is a message on the console.)"""
+    phone.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')")
+    phone.evaluate("() => { const s = document.createElement('script'); s.textContent = 'window.ran = 2'; document.body.append(s); }")
+    phone.wait_for_timeout(200)
+    assert phone.evaluate("window.ran") is None
+    assert any("Content Security Policy" in message for message in phone.wrong)
+
+
+def test_hostile_names_stay_names(browser, hostile, tmp_path):
+    page = opened(browser, report.write(hostile[0], tmp_path / "hostile.html"))
+    assert page.evaluate("document.querySelectorAll('img[src=x], [onload], [onerror], [onmouseover], .chart a').length") == 0
+    assert page.evaluate("document.scripts.length") == 3
+    assert page.inner_text("h1").startswith(HOSTILE)
+    names = page.evaluate(f"[...{IMAGES}.querySelectorAll('.annotation-text')].map(t => t.textContent)")
+    assert sorted(names) == sorted(name if len(name) <= 22 else name[:21] + "…" for name in HOSTILES if name.isprintable())
+    page.locator(".chart[data-by=images] path.point").first.hover(force=True)
+    page.wait_for_selector(".hovertext")
+    bars = page.evaluate("[...document.querySelectorAll('.chart[data-chart=overhead] .ytick')].map(t => t.textContent)")
+    assert sorted(bars) == sorted(name if len(name) <= 40 else name[:39] + "…" for name in HOSTILES if name.isprintable())
+    page.locator(".methods input").nth(1).uncheck()
+    assert 1 not in set.union(*(methods for _, methods in drawn(page)))
+    page.set_viewport_size({"width": 390, "height": 844})
+    until(page, f"{CHARTS}.every(c => c.closest('[hidden]') || c.querySelector('.main-svg').getBoundingClientRect().right <= 390)")
+    assert page.evaluate(NO_SCROLL) == [390, 390, 390]
+    assert page.wrong == []
+    page.context.close()
+
+
+@pytest.mark.parametrize("lost", ["everything", "points.jsonl"])
+def test_a_damaged_folder_opens_as_well(browser, tmp_path, lost):
+    folder = made_up_results.write(tmp_path / "r", updates=200, every=100)
+    for path in folder.glob("*" if lost == "everything" else f"cells/*/{lost}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    page = opened(browser, report.write(folder))
+    assert "missing" in page.inner_text("#problems")
+    assert page.wrong == []
+    page.context.close()
