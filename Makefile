@@ -1,6 +1,6 @@
 # make demo   a first look: every fixed sampler and weighting on a problem with a known answer
 # make test   the test suite, doctests included (make test-slow: the tests that take minutes)
-# make lint   ruff and mypy (strict on core/)
+# make lint   ruff and mypy (strict)
 # Each creates .venv from requirements.lock on first use, with Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/python -m noiseclock.lab.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from noiseclock.lab.compare import Cell, Plan, by_workers, compare, merge
-from noiseclock.lab.errors import Mistake
+from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import read
+from noiseclock.lab.train import train
 from small_runs import TINY, differing, state_of
 
 
@@ -176,3 +177,18 @@ def test_workers_share_the_cells(tmp_path):
     assert set(events) == set(small.cells())
     assert all(cell.finished for cell in read(tmp_path).cells)
     assert json.loads((tmp_path / "compare.json").read_text())["seeds"] == [0, 1]
+
+
+def test_a_method_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
+    from noiseclock.lab import compare as module
+
+    def training(recipe, folder, **options):
+        if recipe.sampler == "loss-second-moment":
+            raise Failure("the gradient was not finite for 10 updates in a row")
+        return train(recipe, folder, **options)
+
+    monkeypatch.setattr(module, "train", training)
+    small = plan(samples=0, vlb_images=0)
+    events = list(compare(small, tmp_path, device="cpu"))
+    assert [event.cell.method for event in events if event.failure] == ["lsm+min-snr"] * 2
+    assert {cell.method: cell.finished for cell in read(tmp_path).cells} == {"uniform": True, "lsm+min-snr": False}

@@ -300,18 +300,21 @@ def test_any_file_may_be_missing(tmp_path, lost):
         {"problems"} if lost == "samples" else set()
     )
     assert report.write(folder, format="markdown").read_text()
-    if lost != "samples":  # which figures do not show
+    if lost in ("log.jsonl", "cell.json"):
         assert report.write(folder, format="png").is_dir()
 
 
 def test_too_many_bytes_of_pictures_leave_the_last_ones(made_up, monkeypatch):
-    one = len(next((made_up / "cells").glob("*/samples/*400.png")).read_bytes())
-    monkeypatch.setattr(report_page, "MOST_BYTES", 7 * one)
+    sizes = {
+        step: sum(path.stat().st_size for path in (made_up / "cells").glob(f"*lr-0.001--seed-0/samples/*{step}.png")) for step in (200, 300, 400)
+    }
+    monkeypatch.setattr(report_page, "MOST_BYTES", sum(sizes.values()) - 1)
     page = Elements(report.page(read(made_up)))
-    steps = [attrs["data-step"] for tag, attrs in page.tags if tag == "img"]
-    assert steps.count("400") == 5
-    assert len(steps) < 9
-    assert "the pictures would be over" in page.words
+    assert sorted(attrs["data-step"] for tag, attrs in page.tags if tag == "img") == ["300"] * 5 + ["400"] * 5
+    monkeypatch.setattr(report_page, "MOST_BYTES", 10)
+    page = Elements(report.page(read(made_up)))
+    assert "samples of speed, seed 0, at update 400: larger than 0 MB; left out" in page.words
+    assert not [tag for tag, _ in page.tags if tag == "img"]
 
 
 # --- Markdown and figures -----------------------------------------------------------------------------------------------------------------

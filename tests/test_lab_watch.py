@@ -147,18 +147,20 @@ def test_lines_that_are_no_records_are_counted_and_numbers_that_are_none_left_ou
         {"kind": "train", "step": 1, "loss": "NaN", "norm": "Infinity", "images": [1], "sampler": {"a": 1}},
         {"kind": "validation", "step": 2, "time": [0.1], "loss_by_time": [1, 2], "density_time": "x", "density": ["x"]},
         {"kind": "validation", "step": 3, "time": [0.1, "x"], "loss_by_time": [1, 2], "density_time": [0.1, 0.2], "density": ["NaN", 1]},
+        {"kind": "validation", "step": 4, "time": [0.1], "loss_by_time": ["NaN"], "density_time": [], "density": []},
         {"kind": "later", "step": 4},
     ]
     lines = [*bad, *map(json.dumps, odd), '{"kind": "train", "step": 5, "loss": NaN, "lr": 1e999, "images": 1' + "0" * 400 + "}"]
     (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
     found = watch.news(tmp_path)
     assert found["broken"] == len(bad)
-    assert [record["step"] for record in found["records"]] == [1, 2, 3, 5]
+    assert [record["step"] for record in found["records"]] == [1, 2, 3, 4, 5]
     none = dict.fromkeys(("loss", "norm", "lr", "images", "seconds", "skipped"))
     assert found["records"][0] == {"kind": "train", "step": 1, **none, "sampler": "{'a': 1}"}
     assert (found["records"][1]["loss_by_time"], found["records"][1]["density"]) == (None, None)
     assert (found["records"][2]["loss_by_time"], found["records"][2]["density"]) == (None, [[0.1, 0.2], [None, 1]])
-    assert found["records"][3]["loss"] is found["records"][3]["images"] is None
+    assert (found["records"][3]["loss_by_time"], found["records"][3]["density"]) == (None, None)
+    assert found["records"][4]["loss"] is found["records"][4]["images"] is None
     json.dumps(found, allow_nan=False)
 
 
@@ -386,7 +388,7 @@ def browser():
         chromium.close()
 
 
-def until(page, expression: str, limit: float = 10) -> None:
+def until(page, expression: str, limit: float = 20) -> None:
     """Wait for something true. Not playwright's wait_for_function, which evaluates text in the page, and its policy forbids that."""
     end = time.monotonic() + limit
     while not page.evaluate(expression):

@@ -122,6 +122,9 @@ def _followed(events: Iterable[Event], plan: Plan) -> None:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"0 of {cells} trainings", total=cells * updates)
         for event in events:
+            if event.failure:
+                console.print(f"{event.cell.method}, lr {event.cell.lr:g}, seed {event.cell.seed} failed: {event.failure}")
+                continue
             done = updates if event.record is None and event.point is None else event.record.step if event.record else event.point["step"]  # type: ignore[index]
             reached[event.cell] = done
             if done == updates and (event.record is None or event.point is not None):

@@ -101,11 +101,12 @@ class Cell(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened in a cell: an update, or the evaluation after it, or that it was already finished (neither)."""
+    """Something that happened in a cell: an update, or the evaluation after it, or why it could not go on; none of them if it was finished before."""
 
     cell: Cell
     record: Record | None = None
     point: dict[str, Any] | None = None
+    failure: str = ""
 
 
 def compare(plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), device: str | None = None) -> Iterator[Event]:
@@ -121,6 +122,8 @@ def compare(plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), 
                 yield from run(plan, cell, folder / "cells" / cell.slug, device)
         except Busy:
             continue
+        except Failure as error:  # a method that diverges is a result: the others go on, and it counts as not finished
+            yield Event(cell, failure=str(error))
 
 
 def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, int] = (0, 1), device: str | None = None) -> Iterator[Event]:
@@ -202,7 +205,8 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None) -> Iterator[Ev
     record = None
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
-        if reached and reached not in _lines(folder / "points.jsonl"):  # killed between a checkpoint and its evaluation
+        due = reached > 0 and reached % plan.every == 0
+        if due and reached not in _lines(folder / "points.jsonl"):  # stopped between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
         for record in train(recipe, folder, device=device):
             yield Event(cell, record)

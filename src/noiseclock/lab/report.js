@@ -98,9 +98,11 @@
   // As many round numbers as a logarithmic axis has room for.
   function ticks([least, most]) {
     const wide = most - least, first = Math.floor(least);
-    const steps = wide < 0.7 ? [1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9] : wide < 1.3 ? [1, 2, 3, 4, 6, 8] : wide < 2.5 ? [1, 2, 5] : [1];
+    const fine = [1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9];
+    const steps = wide < 0.7 ? fine : wide < 1.3 ? [1, 2, 3, 4, 6, 8] : wide < 2.5 ? [1, 2, 5] : [1];
     const decades = Array.from({ length: Math.floor(most) - first + 1 }, (_, i) => 10 ** (first + i));
-    const inside = decades.flatMap((decade) => steps.map((step) => step * decade)).filter((value) => Math.log10(value) >= least && Math.log10(value) <= most);
+    const values = decades.flatMap((decade) => steps.map((step) => step * decade));
+    const inside = values.filter((value) => Math.log10(value) >= least && Math.log10(value) <= most);
     return { tickvals: inside, ticktext: inside.map(number) };
   }
 
@@ -234,7 +236,8 @@
   for (const choice of all("#metric")) choice.value = state.metric;
   for (const slider of all("#step")) slider.value = slider.max;
   redraw();
-  for (const element of all(".chart")) element.on("plotly_clickannotation", ({ annotation }) => annotation.name && show(Number(annotation.name), false));
+  const clicked = ({ annotation }) => annotation.name && show(Number(annotation.name), false);
+  for (const element of all(".chart")) element.on("plotly_clickannotation", clicked);
   for (const media of [dark, phone]) media.addEventListener("change", redraw);
   paper.addEventListener("change", (event) => printing(event.matches));
   addEventListener("beforeprint", () => printing(true));

@@ -143,15 +143,10 @@ def _qualities(data: dict[str, Any]) -> str:
         " the baseline had. Training time includes all that a sampler does and leaves out evaluations; 1D is the time in which the baseline got to"
         " its best."
     )
-    pair = "".join(
-        _chart(
-            f"{_titles(data)} against {what}",
-            "",
-            f'data-chart="quality" data-by="{by}"',
-            f"Line chart of quality against {what}, one line for each method",
-        )
-        for by, what in (("images", "images"), ("seconds", "training time"))
-    )
+    pair = ""
+    for by, what in (("images", "images"), ("seconds", "training time")):
+        chart, label = f'data-chart="quality" data-by="{by}"', f"Line chart of quality against {what}, one line for each method"
+        pair += _chart(f"{_titles(data)} against {what}", "", chart, label)
     return _section("quality", "Quality through training", about, f'<div class="pair">{pair}</div>')
 
 
@@ -162,9 +157,8 @@ def _learning_rates(results: Results, data: dict[str, Any]) -> str:
         _for_metric(metric, i, _table(t := statistics.table(results, metric, own_lr=True), data) + _notes(t))
         for i, metric in enumerate(data["metrics"])
     )
-    chart = _chart(
-        f"{_titles(data)} in the end, against the learning rate", "", 'data-chart="lr"', "Line chart of final quality against the learning rate"
-    )
+    label = "Line chart of final quality against the learning rate"
+    chart = _chart(f"{_titles(data)} in the end, against the learning rate", "", 'data-chart="lr"', label)
     about = f"Samplers change the size of a step, so each has its own best learning rate. Everything else on this page is at {results.lr:g}."
     return _section("learning-rate", "At the best learning rate of each", about, f"{tables}{chart}")
 
@@ -232,13 +226,13 @@ def _grids(results: Results, problems: list[str]) -> Grids:
     common = sorted(set.intersection(*map(set, pictures.values())) or set().union(*pictures.values())) if pictures else []
     steps = {common[round(i * (len(common) - 1) / (STEPS_OF_SAMPLES - 1))] for i in range(STEPS_OF_SAMPLES)} if common else set()
     files: dict[tuple[int, int], bytes] = {}
-    for step in sorted(steps, reverse=True):  # the last first: should there be too many bytes, it is the one to keep
-        for m in (m for m in pictures if step in pictures[m]):
-            content, wrong = _png(pictures[m][step], MOST_BYTES - sum(map(len, files.values())))
-            if wrong:
-                problems.append(f"samples of {results.methods[m]}, seed {seed}, at update {step:,}: {wrong}; left out")
-            else:
-                files[m, step] = content
+    for step in sorted(steps, reverse=True):
+        found = {m: _png(by_step[step]) for m, by_step in pictures.items() if step in by_step}
+        if files and sum(map(len, files.values())) + sum(len(content) for content, _ in found.values()) > MOST_BYTES:
+            break  # the last step counts; earlier ones are there as far as the page stays small
+        files |= {(m, step): content for m, (content, wrong) in found.items() if not wrong}
+        wrongs = [f"samples of {results.methods[m]}, seed {seed}, at update {step:,}: {wrong}; left out" for m, (_, wrong) in found.items() if wrong]
+        problems.extend(wrongs)
     return Grids(seed, sorted({step for _, step in files}), files)
 
 
@@ -255,18 +249,17 @@ def _samples(grids: Grids, data: dict[str, Any]) -> str:
             images += f'<img src="data:image/png;base64,{content}" alt="{alt}" data-step="{step}"{"" if step == last else " hidden"}>'
         figures += f'<figure data-method="{m}"><figcaption><h3>{_name(data, m)}</h3></figcaption>{images}</figure>'
     slider = f'<input type="range" id="step" min="0" max="{most}" value="{most}" aria-valuetext="update {last:,}">'
-    choice = (
-        f'<div class="slider"><label for="step">Through training</label>{slider}<output for="step" id="step-shown">update {last:,}</output></div>'
-    )
+    output = f'<output for="step" id="step-shown">update {last:,}</output>'
+    choice = f'<div class="slider"><label for="step">Through training</label>{slider}{output}</div>'
     about = f"From the same noise for every method, by averaged weights, seed {grids.seed}{'' if most else f', after {last:,} updates'}."
     return _section("samples", "Samples", about, f'{choice if most else ""}<div class="many">{figures}</div>')
 
 
-def _png(path: Path, room: int) -> tuple[bytes, str]:
+def _png(path: Path) -> tuple[bytes, str]:
     """A picture, or what is wrong with it."""
     try:
-        if path.stat().st_size > room:
-            return b"", f"with it the pictures would be over {MOST_BYTES // 10**6} MB"
+        if path.stat().st_size > MOST_BYTES:
+            return b"", f"larger than {MOST_BYTES // 10**6} MB"
         content = path.read_bytes()
     except OSError as error:
         return b"", f"cannot be read ({error.strerror})"

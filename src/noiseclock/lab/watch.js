@@ -4,6 +4,7 @@
 const PAUSE = 2000; // ms between questions
 const QUIET = 120; // s without a line, after which a training may have stopped
 const POINTS = 1500; // a curve is drawn with about so many
+const COLUMNS = 300; // and a heat map
 const EARLIER = 4; // lines of earlier validations
 
 const seen = { train: [], validation: [], broken: 0, cursor: "", pictures: [], settings: undefined, last: null, changed: true };
@@ -34,7 +35,8 @@ async function follow() {
     status("lost", "no answer from noiseclock watch; trying again");
   }
   setTimeout(follow, news?.more ? 0 : PAUSE);
-  if (news && !news.more) show();
+  if (news?.more) status("waiting", "reading the log");
+  else if (news) show();
 }
 
 // --- numbers and words --------------------------------------------------------------------------------------------------------------------
@@ -65,8 +67,8 @@ function smoothed(values) {
   });
 }
 
-function thinned(items) {
-  const every = Math.ceil(items.length / POINTS);
+function thinned(items, most = POINTS) {
+  const every = Math.ceil(items.length / most);
   return every > 1 ? items.filter((_, i) => i % every === 0 || i === items.length - 1) : items;
 }
 
@@ -119,7 +121,7 @@ function empty(id, text) {
 // Ticks at 1, 2 and 5 where a logarithmic axis shows few decades, or it would have one label or none.
 function logarithmic(title, values) {
   const positive = values.filter((v) => v > 0);
-  if (positive.length < values.length) return axis(title);
+  if (!positive.length || positive.length < values.length) return axis(title);
   const decades = Math.log10(Math.max(...positive) / Math.min(...positive));
   return axis(title, { type: "log", dtick: decades < 2 ? "D2" : Math.ceil(decades / 8), tickformat: "~g" });
 }
@@ -143,7 +145,7 @@ function drawLoss() {
   const checks = seen.validation.filter((r) => r.loss !== null);
   if (checks.length) {
     traces.push({
-      x: checks.map((r) => r.step), y: checks.map((r) => r.loss), mode: "lines+markers", line: { color: colour("second"), width: 1.6 },
+      x: checks.map((r) => r.step), y: checks.map((r) => r.loss), mode: checks.length > 50 ? "lines" : "lines+markers", line: { color: colour("second"), width: 1.6 },
       marker: { size: 6 }, name: "held out", hovertemplate: "%{y:.4g}",
     });
   }
@@ -204,7 +206,7 @@ function drawDensity() {
 function drawHistory() {
   const checks = seen.validation.filter((r) => r.density);
   if (!checks.length) return empty("history", "waiting for the first validation");
-  const columns = thinned(checks);
+  const columns = thinned(checks, COLUMNS);
   const time = columns.at(-1).density[0];
   const same = columns.filter((r) => r.density[0].length === time.length);
   // as powers of two around uniform, cut off at 8 times more or less
@@ -274,7 +276,7 @@ function showTiles() {
   if (check) tiles.push(["held-out loss", short(check.loss), `update ${whole(check.step)}`]);
   if (speed) tiles.push(["images per second", whole(speed), ""]);
   if (last && last.seconds !== null) tiles.push(["training time", span(last.seconds), ""]);
-  if (left) tiles.push(["left, about", span(left), ""]);
+  if (left > 0) tiles.push(["left, about", span(left), ""]);
   if (last?.sampler) tiles.push(["the sampler", last.sampler, ""]);
   if (last?.skipped) tiles.push(["updates skipped", whole(last.skipped), "not finite"]);
   $("tiles").hidden = step === 0;

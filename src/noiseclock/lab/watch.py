@@ -268,10 +268,11 @@ def _number(value: Any) -> float | None:
 
 
 def _curve(x: Any, y: Any) -> list[list[float | None]] | None:
-    """Two lists of numbers, equally long and not empty; None for anything else."""
-    if not isinstance(x, list) or not isinstance(y, list) or not x or len(x) != len(y) or any(_number(value) is None for value in x):
+    """Two lists of numbers of one length, the first without gaps and the second with one number at least; None for anything else."""
+    if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y):
         return None
-    return [x, [_number(value) for value in y]]
+    places, values = ([_number(value) for value in each] for each in (x, y))
+    return [places, values] if None not in places and any(value is not None for value in values) else None
 
 
 def _settings(folder: Path) -> Mapping[str, Any] | None:
