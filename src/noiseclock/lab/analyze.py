@@ -152,8 +152,8 @@ class Plan:
 def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:
     """For a data set of so many images: 20 epochs, as in the adaptive paper's Fig. 2, or as many as the recipe has; quick: a first look."""
     if quick:
-        probes = "adaptive:every=2,stride=50,queue=5"
-        return Plan((8, 24), min(recipe.batch, 16), images=32, times=16, bins=8, samples=16, pairs=1, updates=8, adaptive=probes)
+        probes = "adaptive:every=4,stride=50,queue=5"
+        return Plan((8, 24), min(recipe.batch, 16), images=32, times=12, bins=6, samples=16, pairs=1, updates=6, adaptive=probes)
     last = min(recipe.updates, max(20, round(20 * images / recipe.batch)))
     stages = sorted({max(1, round(last * share)) for share in (0.05, 0.1, 0.25, 0.5, 1)})
     # a hundred probes at least, with a coarser grid where the paper's settings would give fewer

@@ -55,7 +55,7 @@ def vlb(profiles: Sequence[Profile], densities: Sequence[Density]) -> Figure:
         _profiles(axes[row, :2], of_schedule)
         _densities(axes[row, 2], [each for each in densities if each.schedule == schedule])
         names = "Tr Var of the gradient", "loss, nats per dimension", "density, uniform = 1"
-        titles = "trained with the VLB", "trained with the VLB", "adaptive sampler"
+        titles = "gradient under the VLB", "loss under the VLB", "adaptive sampler"
         for place, name, title in zip(axes[row], names, titles, strict=True):
             place.set_ylabel(name)
             place.set_title(f"{schedule}: {title}")

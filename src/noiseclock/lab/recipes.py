@@ -187,7 +187,7 @@ RECIPES: dict[str, Entry] = {
             data="digits", channels=32, multipliers=(1, 2), blocks=1, attention=(4,), batch=64, lr=1e-3, warmup=100, ema=0.995, updates=2000,
             save_every=500, validate_every=500, sample_every=500,
         ),
-        "8x8 digits, comes with scikit-learn", "nothing", "0.7 M parameters, about 3 minutes on 2 cores",
+        "8x8 digits, comes with scikit-learn", "nothing", "0.7 M parameters, minutes on 2 cores",
     ),
     "mnist": Entry(
         Recipe(

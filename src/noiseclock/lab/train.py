@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -87,6 +88,7 @@ def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shar
             if accelerator.is_main_process:
                 stack.enter_context(lock(folder))
         run = Run(recipe, Path(folder), accelerator, shard)
+        stack.callback(run.close)
         yield from run.updates(stack.enter_context(listening()))
 
 
@@ -134,6 +136,10 @@ class Run:
         if self.world > 1 and not shard:
             predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
         return predict
+
+    def close(self) -> None:
+        """Let go of DDP, before the process group ends: if DDP were the last to hold that, gloo could wait forever for its own threads."""
+        self.predict = self.net
 
     # --- state --------------------------------------------------------------------------------------------------------------------------
 
@@ -370,8 +376,11 @@ class Run:
             with self._autocast():
                 found = loss_over_time(self.clock, net, x0, cond=cond, times=TIMES, seed=self.recipe.seed)
             curves = self.clock.plot_data()
-            every = max(len(curves.p) // TIMES, 1)
-            density = {"density_time": curves.time[::every].tolist(), "density": curves.p[::every].tolist()}
+            # means over cells of time, so that a peak of one step does not stand for its neighbours
+            density = {
+                name: [float(part.mean()) for part in np.array_split(values, min(TIMES, len(values)))]
+                for name, values in (("density_time", curves.time), ("density", curves.p))
+            }
             mean = float(found.weighted.mean())
             log.write(
                 {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": mean, "loss": float(found.loss.mean()),

@@ -145,7 +145,8 @@ function drawLoss() {
   const checks = seen.validation.filter((r) => r.loss !== null);
   if (checks.length) {
     traces.push({
-      x: checks.map((r) => r.step), y: checks.map((r) => r.loss), mode: checks.length > 50 ? "lines" : "lines+markers", line: { color: colour("second"), width: 1.6 },
+      x: checks.map((r) => r.step), y: checks.map((r) => r.loss), mode: checks.length > 50 ? "lines" : "lines+markers",
+      line: { color: colour("second"), width: 1.6 },
       marker: { size: 6 }, name: "held out", hovertemplate: "%{y:.4g}",
     });
   }
@@ -237,10 +238,10 @@ function drawSpeed() {
   const rows = thinned(speeds(seen.train).filter((r) => r.speed !== null));
   if (!rows.length) return empty("speed", "waiting for the second line of the log");
   const top = 1.15 * Math.max(...rows.map((r) => r.speed));
-  const traces = [
-    { x: rows.map((r) => r.step), y: rows.map((r) => r.speed), mode: "lines", line: { color: colour("first"), width: 2 }, hovertemplate: "%{y:,.0f}" },
-  ];
-  draw("speed", traces, updates(), axis("images per second", { range: [0, top], tickformat: "," }), `Throughput, now ${whole(rows.at(-1).speed)} images per second`);
+  const line = { color: colour("first"), width: 2 };
+  const trace = { x: rows.map((r) => r.step), y: rows.map((r) => r.speed), mode: "lines", line, hovertemplate: "%{y:,.0f}" };
+  const label = `Throughput, now ${whole(rows.at(-1).speed)} images per second`;
+  draw("speed", [trace], updates(), axis("images per second", { range: [0, top], tickformat: "," }), label);
 }
 
 // --- the rest of the page -----------------------------------------------------------------------------------------------------------------
