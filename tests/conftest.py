@@ -1,3 +1,4 @@
+import os
 import socket
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 
 # The models here are tiny: more threads only wait for each other, the more so when tests run beside other work.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 @pytest.fixture

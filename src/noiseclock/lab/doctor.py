@@ -251,6 +251,7 @@ REQUIRED: dict[str, Callable[[], Finding]] = {
     "pillow": partial(needed, "PIL", "pillow"),
     "safetensors": partial(needed, "safetensors", "safetensors"),
     "scikit-learn": partial(needed, "sklearn", "scikit-learn"),
+    "scipy": partial(needed, "scipy", "scipy"),
     "processor": processor,
     "arithmetic": arithmetic,
     "working folder": working_folder,
@@ -264,7 +265,9 @@ OPTIONAL: dict[str, Callable[[], Finding]] = {
     "CIFAR-10": cifar10,
     "Inception weights": inception_weights,
     "datasets": partial(optional, "datasets", "Hugging Face datasets"),
-    "matplotlib": partial(optional, "matplotlib", "plots"),
+    "matplotlib": partial(optional, "matplotlib", "figures"),
+    "plotly": partial(optional, "plotly", "reports and the live view"),
+    "pyarrow": partial(optional, "pyarrow", "parquet files"),
     "tensorboard": partial(optional, "tensorboard", "curves in TensorBoard"),
     "wandb": partial(optional, "wandb", "tracking with Weights & Biases"),
 }
