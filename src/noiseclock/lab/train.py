@@ -111,7 +111,7 @@ class Run:
         self.predict: nn.Module = self._wrapped(shard)
         weighting = self.clock.weighting
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
-        groups = [{"params": list(params)} for params in (self.net.parameters(), self.others)]  # apart: only the network's may be sharded
+        groups = [{"params": params} for params in (list(self.net.parameters()), self.others) if params]  # apart: only the first may be sharded
         make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = make(
             groups, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=self.device.type == "cuda"
