@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from noiseclock.lab import checkpoint
+from noiseclock.lab.processes import joined
 from noiseclock.lab.recipes import Recipe, recipe
-from noiseclock.lab.train import Record, Run, _accelerator, train
+from noiseclock.lab.train import Record, Run, train
 
 # A DiT of one block and 12,000 parameters on 8x8 digits, 20 steps of noise: an update takes 10 ms. Nothing is shown or saved unless asked for.
 TINY = replace(
@@ -40,7 +41,7 @@ def trained(settings: Recipe, folder: Path, *, stop: int | None = None) -> list[
 def run_of(settings: Recipe, folder: Path) -> Run:
     """What `train` trains, to be looked at."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Run(settings, folder, _accelerator(settings, folder, "cpu"), shard=False)
+    return Run(settings, folder, joined(folder, "cpu", settings.track), shard=False)
 
 
 def state_of(folder: Path, step: int | None = None) -> dict[str, Any]:

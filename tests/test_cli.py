@@ -243,6 +243,13 @@ def test_what_is_shown_of_a_run_follows_its_records(capsys):
     assert shown[-1] == f"update 40 of 40: loss {mean:.4f}, 10 images/s, 3 probes, 1 updates skipped"
 
 
+def test_a_skipped_update_does_not_spoil_the_loss_that_is_shown(capsys):
+    given = records(1, 10)
+    given[4] = replace(given[4], loss=float("nan"))
+    cli._followed(given, replace(TINY, updates=10))
+    assert f"loss {np.mean([1 / n for n in range(1, 11) if n != 5]):.4f}," in capsys.readouterr().out.splitlines()[-1]
+
+
 def slow_updates() -> int:
     """A run that goes on at update 901 and takes a tenth of a second for each."""
 
@@ -269,10 +276,10 @@ def test_a_terminal_shows_a_bar_with_loss_speed_sampler_and_time_left():
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     last = [line for line in re.split(r"[\r\n]+", plain) if line.strip()][-1]
     assert len(last) <= 80
-    left = re.search(r" 920/960 0:00:(\d\d) loss 0\.5000, 100 images/s, 7 probes, R² 0\.50, ", last)
+    left = re.search(r" 920/960 0:(\d\d):(\d\d) loss 0\.5000, 100 images/s, 7 probes, R² 0\.50, ", last)
     # 40 updates at a tenth of a second, or more where the machine is busy; 900 made before the start would promise less than one second
     assert left is not None, last
-    assert int(left[1]) >= 3
+    assert 60 * int(left[1]) + int(left[2]) >= 3
 
 
 # --- looking at a run ---------------------------------------------------------------------------------------------------------------------
@@ -295,6 +302,7 @@ def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
 
 
 SAMPLING = {
+    "--steps 0": "steps must be at least 1",
     "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
     "--solver magic": "unknown solver 'magic'; known: ddim, ddpm, dpm++, euler, heun",
     "--guidance 2": "guidance=2 needs a model with classes",

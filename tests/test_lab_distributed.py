@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import noiseclock.lab.train as lab_train
 from noiseclock import cli
 from noiseclock.core.clock import Clock
-from noiseclock.lab import checkpoint
+from noiseclock.lab import checkpoint, processes
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.shards import whole
 from small_runs import TINY, Forked, distance, lines, state_of, words
@@ -204,21 +204,21 @@ def test_an_error_of_one_ends_all(monkeypatch):
         num_processes, device = 2, "cpu"
 
     # the other process fails
-    monkeypatch.setattr(lab_train.dist, "all_reduce", lambda x: x.add_(1))
-    with pytest.raises(SystemExit), lab_train.all_or_none(Two()):
+    monkeypatch.setattr(processes.dist, "all_reduce", lambda x: x.add_(1))
+    with pytest.raises(SystemExit), processes.all_or_none(Two()):
         pass
     # this one fails
-    monkeypatch.setattr(lab_train.dist, "all_reduce", lambda x: x)
+    monkeypatch.setattr(processes.dist, "all_reduce", lambda x: x)
     for error in (Mistake("wrong"), Failure("broken")):
-        with pytest.raises(type(error), match=str(error)), lab_train.all_or_none(Two()):
+        with pytest.raises(type(error), match=str(error)), processes.all_or_none(Two()):
             raise error
     # neither
-    with lab_train.all_or_none(Two()):
+    with processes.all_or_none(Two()):
         pass
 
 
 def test_a_batch_that_cannot_be_shared_is_a_mistake(tmp_path, monkeypatch):
-    accelerator = lab_train._accelerator(TINY, tmp_path, "cpu")
+    accelerator = processes.joined(tmp_path, "cpu", ())
     monkeypatch.setattr(type(accelerator), "num_processes", 3)
     with pytest.raises(Mistake, match="a batch of 16 cannot be shared by 3 processes with 1 micro-batches each"):
         lab_train.Run(TINY, tmp_path, accelerator, shard=False)

@@ -183,6 +183,15 @@ def test_on_a_full_disk_the_old_checkpoint_stays(tmp_path, capsys):
     assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "run")) == []
 
 
+def test_a_disk_that_fills_up_between_two_checkpoints_is_a_failure(tmp_path, capsys):
+    settings = replace(TINY, updates=500, save_every=400, track=("tensorboard",))
+    with full_disk(6_000):  # enough for the config, not for 500 lines of log or as many points of a curve
+        assert cli.main(words(settings, tmp_path / "run")) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"noiseclock: could not write (to )?\S+: File too large\n", told)
+    assert 1 < len(lines(tmp_path / "run")) < 500  # and none of them torn
+
+
 # --- signals ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +239,7 @@ def test_two_runs_in_one_process_cannot_share_a_folder(tmp_path):
 # --- whole processes ----------------------------------------------------------------------------------------------------------------------
 
 # Every update is saved, so that about half of the time of a run is spent in a save.
-STUBBORN = replace(TINY, updates=60, save_every=1, sampler="loss-second-moment:bins=5,warmup=1", dropout=0.1)
+STUBBORN = replace(TINY, updates=80, save_every=1, sampler="loss-second-moment:bins=5,warmup=1", dropout=0.1)
 
 
 def forked(settings, folder: Path) -> Forked:
@@ -253,11 +262,11 @@ def steps_made(folder: Path) -> int:
 
 
 def wait_until(happened, process, what: str) -> None:
-    """Wait for progress, not for a time; a minute without any is a failure."""
-    deadline = time.monotonic() + 60
+    """Wait for progress, not for a time; two minutes without any are a failure."""
+    deadline = time.monotonic() + 120
     while not happened():
         assert process.poll() is None, f"the run ended before {what}, with {process.poll()}"
-        assert time.monotonic() < deadline, f"waited a minute for {what}"
+        assert time.monotonic() < deadline, f"waited two minutes for {what}"
         time.sleep(0.0005)
 
 
@@ -310,7 +319,7 @@ def test_kill_9_at_twenty_moments_changes_nothing(tmp_path):
 
 
 def test_signals_end_a_process_with_a_checkpoint_and_its_status(tmp_path, capsys):
-    settings = replace(STUBBORN, save_every=0, updates=1000)
+    settings = replace(STUBBORN, save_every=0, updates=5000)
     run = tmp_path / "run"
     with forked(settings, run) as process:
         wait_until(lambda: steps_made(run) >= 5, process, "update 5")
@@ -330,7 +339,7 @@ def test_signals_end_a_process_with_a_checkpoint_and_its_status(tmp_path, capsys
         assert process.wait(60) == 143
     assert process.output.read_text().endswith("noiseclock: stopped by SIGTERM; run the same command again to go on\n")
     second = checkpoint.steps(run)[-1]
-    assert first + 5 <= second == steps_made(run) < 1000
+    assert first + 5 <= second == steps_made(run) < 5000
     shorter = replace(settings, updates=second + 3)
     assert cli.main(words(shorter, run)) == 0
     trained(shorter, tmp_path / "whole")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import noiseclock.lab.data as lab_data
 import noiseclock.lab.train as lab_train
 from noiseclock.core.clock import Clock
 from noiseclock.core.measure import loss_over_time
@@ -256,6 +257,21 @@ def test_adamw_decays_the_weights_themselves(tmp_path):
     # p ← (1 - lr·decay)·p before Adam's own step: one rounding of numbers below 1
     gap = [float((decayed[name] - (plain[name] - 0.1 * 0.5 * start[name])).abs().max()) for name in start]
     assert max(gap) < 2e-7
+
+
+def test_images_that_are_read_from_disk_train_the_same(tmp_path, monkeypatch):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i, pixels in enumerate(load("digits").pixels[:40]):
+        Image.fromarray(pixels[0].numpy()).save(folder / f"{i:02}.png")
+    settings = replace(TINY, data=f"folder:{folder}", flip=True, updates=6)
+    trained(settings, tmp_path / "memory")
+    monkeypatch.setattr(lab_data, "IN_MEMORY", 0)
+    monkeypatch.setattr(lab_data, "cpus", lambda: 1)  # one worker
+    for stop in (3, None):
+        trained(settings, tmp_path / "disk", stop=stop)
+    assert isinstance(opened(tmp_path / "disk").data, lab_data.Files)
+    assert differing(state_of(tmp_path / "memory"), state_of(tmp_path / "disk")) == []
 
 
 # --- labels -------------------------------------------------------------------------------------------------------------------------------

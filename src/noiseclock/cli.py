@@ -6,6 +6,7 @@ inside the commands: help should not wait for diffusers.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -210,7 +211,7 @@ def _followed(updates: Iterable[Record], recipe: Recipe) -> Record | None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
-    last, first, mean = None, None, 0.0
+    last, first, mean, seen = None, None, 0.0, 0
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # a narrow terminal cuts this column, and no other
     columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", table_column=rest))
     lines = max(recipe.updates // 20, 1)
@@ -220,7 +221,9 @@ def _followed(updates: Iterable[Record], recipe: Recipe) -> Record | None:
             if first is None:
                 first = last
                 bar.reset(task, completed=last.step)  # what an earlier run has done must not count as speed
-            mean = last.loss if last is first else mean + (last.loss - mean) * max(0.02, 1 / (last.step - first.step + 1))
+            if math.isfinite(last.loss):  # the others were skipped
+                seen += 1
+                mean += (last.loss - mean) * max(0.02, 1 / seen)
             seconds, images = last.seconds - first.seconds, last.images - first.images
             speed = f", {images / seconds:,.0f} images/s" if seconds > 0 else ""
             learned = f", {last.sampler}" if last.sampler else ""

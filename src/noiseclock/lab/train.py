@@ -26,8 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -48,6 +46,7 @@ from noiseclock.lab.generate import generate
 from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.models import build, time_scale
 from noiseclock.lab.order import uniforms
+from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.recipes import FIXED, Recipe
 from noiseclock.lab.shards import blocks, spread, whole
 from noiseclock.lab.surroundings import surroundings
@@ -82,8 +81,8 @@ def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shar
     under way, with a checkpoint; the first raises KeyboardInterrupt, the second SystemExit(143). So does closing the generator, without raising.
     """
     with ExitStack() as stack:
-        accelerator = _accelerator(recipe, Path(folder), device)
-        stack.callback(accelerator.end_training)
+        accelerator = joined(Path(folder), device, recipe.track)
+        stack.callback(leave, accelerator)
         with all_or_none(accelerator):
             if accelerator.is_main_process:
                 stack.enter_context(lock(folder))
@@ -207,7 +206,8 @@ class Run:
         state = self._state()
         with all_or_none(self.accelerator):
             if log is not None:  # on rank 0
-                log.sync()
+                with _writing(log.path):
+                    log.sync()
                 checkpoint.save(self.folder, self.step, state)
 
     # --- the loop -----------------------------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Run:
                 record = replace(record, seconds=self.seconds, sampler=self._learned)
                 if log is not None and logged:
                     log.write({"kind": "train", **asdict(record)})
-                    self.accelerator.log({"loss": record.loss, "norm": record.norm, "lr": record.lr}, step=record.step)
+                    self._track({"loss": record.loss, "norm": record.norm, "lr": record.lr})
                 last = self.step == recipe.updates
                 if _due(self.step, recipe.validate_every) or (last and recipe.validate_every):
                     self._validate(log)
@@ -257,10 +257,15 @@ class Run:
         """What is on the disk before the first update."""
         settings = self.recipe.settings()
         write_json(self.folder / "config.json", {"settings": settings, "made with": surroundings(self.device, self.world)})
-        log = Log(self.folder / "log.jsonl")
-        log.truncate_after(self.step)
-        self.accelerator.init_trackers("noiseclock", config=_flat(settings), init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
+        with _writing(self.folder):
+            log = Log(self.folder / "log.jsonl")
+            log.truncate_after(self.step)
+            self.accelerator.init_trackers("noiseclock", config=_flat(settings), init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
         return log
+
+    def _track(self, values: dict[str, float]) -> None:
+        with _writing(self.folder):
+            self.accelerator.log(values, step=self.step)
 
     def _stream(self) -> Any:
         recipe = self.recipe
@@ -386,7 +391,7 @@ class Run:
                 {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": mean, "loss": float(found.loss.mean()),
                  "time": found.time.tolist(), "loss_by_time": found.loss.tolist(), **density}
             )  # fmt: skip
-            self.accelerator.log({"validation": float(found.loss.mean())}, step=self.step)
+            self._track({"validation": float(found.loss.mean())})
         self.accelerator.wait_for_everyone()
 
     def _sample(self) -> None:
@@ -426,7 +431,7 @@ def sampled(
     """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn."""
     labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
     null = net.null if labels is not None else None
-    solver, steps = solver or recipe.solver, steps or recipe.solver_steps
+    solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=recipe.precision == "bf16"):
         return generate(
             net, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
@@ -444,38 +449,11 @@ def state_of(sampler: Sampler) -> str:
 
 
 @contextmanager
-def all_or_none(accelerator: Accelerator) -> Iterator[None]:
-    """An error of one rank ends all of them: the others would wait for it forever."""
-    error: Exception | None = None
+def _writing(path: Path) -> Iterator[None]:
     try:
         yield
-    except (Mistake, Failure) as caught:
-        error = caught
-    if accelerator.num_processes > 1:
-        failed = torch.tensor(int(error is not None), device=accelerator.device)
-        dist.all_reduce(failed)
-        if int(failed) and error is None:
-            raise SystemExit(1)  # the rank that failed says why
-    if error is not None:
-        raise error
-
-
-def _accelerator(recipe: Recipe, folder: Path, device: str | None) -> Accelerator:
-    # without a GPU accelerate starts no process group unless it is told that the CPU is meant
-    cpu = device == "cpu" or not torch.accelerator.is_available()
-    place = ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
-    accelerator = Accelerator(cpu=cpu, log_with=_trackers(recipe) or None, project_config=place)
-    if device not in (None, accelerator.device.type):
-        raise Mistake(f"this process trains on {accelerator.device}, not on {device}; CUDA_VISIBLE_DEVICES chooses among GPUs")
-    return accelerator
-
-
-def _trackers(recipe: Recipe) -> list[str]:
-    there = [str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()]
-    for name in recipe.track:
-        if name not in there:
-            raise Mistake(f"the tracker {name!r} is not installed; installed: {', '.join(there) or 'none'}")
-    return list(recipe.track)
+    except OSError as error:
+        raise Failure(f"could not write to {path}: {error.strerror}") from error
 
 
 def _due(step: int, every: int) -> bool:

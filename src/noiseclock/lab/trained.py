@@ -15,7 +15,7 @@ from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
 from noiseclock.lab.data import Files, Images, load
-from noiseclock.lab.errors import Mistake
+from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
 from noiseclock.lab.recipes import Recipe
@@ -86,7 +86,10 @@ class Evaluation:
             parts += [f"guidance-{self.guidance:g}"] if self.guidance != 1 else []
             parts += [f"seed-{self.seed}"] if self.seed else []
         target = folder / "evaluations" / ("-".join(parts) + ".json")
-        target.parent.mkdir(exist_ok=True)
+        try:
+            target.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise Failure(f"could not make {target.parent}: {error.strerror}") from error
         curve = {"time": self.curve.time.tolist(), "loss": self.curve.loss.tolist(), "images": self.held_out}
         both = {name: part and asdict(part) for name, part in {"scores": self.scores, "bits": self.bits}.items()}
         write_json(target, {"step": self.step, "guidance": self.guidance, "seed": self.seed, "curve": curve, **both})
@@ -121,7 +124,7 @@ def evaluated(
     if samples:
         data = run.data if reference_split == "train" else load(recipe.data, split=reference_split, size=recipe.size)
         network_seeing = network_for(data.name, resize=resize)  # first, because it may be missing, and samples take long
-        solver, steps = solver or recipe.solver, steps or recipe.solver_steps
+        solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
         images = sampled(
             run.net, recipe, run.clock, run.data, samples, seed=seed, guidance=guidance, solver=solver, steps=steps, batch=batch, device=device,
             progress=progress,
