@@ -14,6 +14,7 @@ from noiseclock.cli import _check_device as check_device, _parsed as parsed, con
 from noiseclock.lab.errors import Mistake
 
 if TYPE_CHECKING:
+    from noiseclock.lab import statistics
     from noiseclock.lab.compare import Event, Plan
 
 METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed", "adaptive", "lsm")
@@ -152,15 +153,37 @@ def _summary(folder: Path) -> int:
     results = read(folder)
     for metric in statistics.measured(results)[:1]:
         found = statistics.table(results, metric)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=statistics.title(results, metric), title_justify="left")
-        for i, heading in enumerate(found.headings):
-            table.add_column(heading, justify="left" if i == 0 else "right")
-        for line in found.lines:
+        direction = "higher" if found.higher_is_better else "lower"
+        console.print(
+            f"\n{found.title} after {found.step or 0:,} updates, {direction} is better: mean ± spread over seeds, change with 95 % interval"
+        )
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        columns = _fitting(found, console.width)
+        for heading in columns:
+            table.add_column(heading)
+        for line in zip(*columns.values(), strict=True):
             table.add_row(*line)
         console.print(table)
     console.print(statistics.answer(results))
     console.print(f"report: {write(folder)}")
     return 0
+
+
+def _fitting(table: statistics.Table, width: int) -> dict[str, list[str]]:
+    """The columns of a table, the telling ones first, as many as fit into the terminal."""
+    parts = dict(zip(table.headings, zip(*table.lines, strict=True), strict=True))
+    names = {
+        "method": "method", table.headings[2]: "in the end", table.headings[4]: f"against {table.baseline}", "verdict": "verdict",
+        "speed-up in time": "speed-up in time", "time per update, ratio": "time per update",
+    }  # fmt: skip
+    columns: dict[str, list[str]] = {}
+    for heading, name in names.items():
+        column = [name, *parts[heading]]
+        width -= max(map(len, column)) + 3
+        if columns and width < 0:
+            break
+        columns[name] = column[1:]
+    return columns
 
 
 def report(argv: list[str]) -> int:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import queue
 import re
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -32,12 +34,11 @@ from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
 from noiseclock.lab.methods import applied
-from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.recipes import Recipe, entry_of
+from noiseclock.lab.results import OF_THE_CELL, VERSION
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, sampled, train
 from noiseclock.lab.trained import opened
-
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,11 @@ class Plan:
         return [Cell(method, lr, seed) for seed, lr, method in product(self.seeds, self.lrs, self.methods)]
 
     def config(self) -> dict[str, Any]:
-        """What compare.json holds, apart from where it was made."""
+        """What compare.json holds, apart from where it was made. changed: the settings in which it is not the recipe of that name."""
         mine = {name: value for name, value in asdict(self).items() if name not in ("base", "recipe")}
-        return {"version": VERSION, "recipe": self.recipe, "settings": self.base.settings(), **mine, "baseline": self.methods[0]}
+        settings, usual = self.base.settings(), entry_of(self.recipe).recipe.settings()
+        changed = [name for name, value in settings.items() if value != usual[name] and name not in OF_THE_CELL]
+        return {"version": VERSION, "recipe": self.recipe, "settings": settings, "changed": changed, **mine, "baseline": self.methods[0]}
 
 
 class Cell(NamedTuple):
@@ -127,7 +130,7 @@ def compare(plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), 
 
 
 def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, int] = (0, 1), device: str | None = None) -> Iterator[Event]:
-    """`compare` with so many processes at a time, which share the cores; small networks gain nothing from more than one."""
+    """`compare` with so many processes at a time, which share the cores: a small network does not keep more than one of them busy."""
     if jobs == 1:
         yield from compare(plan, folder, shard=shard, device=device)
         return
@@ -141,10 +144,17 @@ def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, i
     try:
         working = jobs
         while working:
-            event = events.get()
-            if isinstance(event, Exception):
+            try:
+                event = events.get(timeout=1)
+            except queue.Empty:
+                if lost := [worker.exitcode for worker in workers if worker.exitcode]:
+                    raise Failure(f"a worker ended with status {lost[0]}, perhaps for want of memory; run the same command again to go on") from None
+                continue
+            if isinstance(event, Warning):
+                warnings.warn(event, stacklevel=1)
+            elif isinstance(event, Exception):
                 raise event
-            if event is None:
+            elif event is None:
                 working -= 1
             else:
                 yield event
@@ -158,12 +168,15 @@ def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, i
 def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None) -> None:
     torch.set_num_threads(threads)
     threading.Thread(target=_outlived, daemon=True).start()
+    warnings.showwarning = lambda message, *_: events.put(UserWarning(str(message)))  # one process writes to the terminal
     try:
         for event in compare(plan, folder, shard=shard, device=device):
             events.put(event)
         events.put(None)
     except (Mistake, Failure) as error:
         events.put(error)
+    except KeyboardInterrupt:
+        pass  # which reached all processes alike
     except Exception as error:  # whatever it is, the others should not wait for this one
         events.put(Failure(f"a worker stopped with {type(error).__name__}: {error}"))
 

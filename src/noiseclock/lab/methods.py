@@ -3,8 +3,8 @@
     uniform                  min-snr                  speed:k=5,tau=641
     adaptive+min-snr         speed+change-aware       lsm@importance
 
-Names of samplers come first where both have one. Shorthands: lsm for loss-second-moment. The adaptive paper's "Log-Normal" is `logit-normal` here;
-`log-normal` is EDM's.
+Shorthands: lsm for loss-second-moment. log-normal is what the papers of the field mean by it: EDM's on the edm schedule, and elsewhere the adaptive
+paper's, which is `logit-normal`. (EDM's density is there on every schedule under `noiseclock train --sampler log-normal`.)
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def applied(text: str, recipe: Recipe) -> Recipe:
     body, at, correct = text.partition("@")
     chosen = {"sampler": "uniform", "weighting": "constant"}
     named: set[str] = set()
+    short = SHORT if recipe.schedule.partition(":")[0] == "edm" else SHORT | {"log-normal": "logit-normal"}
     for part in body.split("+"):
         name, colon, options = part.partition(":")
-        name = choose("method", SHORT.get(name, name), [*SAMPLERS, *WEIGHTINGS])
+        name = choose("method", short.get(name, name), [*SAMPLERS, *WEIGHTINGS])
         kind = "sampler" if name in SAMPLERS else "weighting"
         if kind in named:
             raise Mistake(f"the method {text!r} names two {kind}s; one of each at most")

@@ -90,10 +90,9 @@ def facts(results: Results) -> list[str]:
 
 
 def command(results: Results) -> str:
-    """The command line: as it was written down, else made from what compare.json says."""
+    """The command line, from what compare.json says."""
     config = results.config
-    if isinstance(config.get("command"), str):
-        return str(config["command"])
+    settings, changed = config.get("settings", {}), config.get("changed", [])
     seeds = config.get("seeds", results.seeds)
     options: dict[str, Sequence[Any]] = {
         "--samplers": config.get("methods", results.methods),
@@ -101,8 +100,19 @@ def command(results: Results) -> str:
         "--lr": [f"{lr:g}" for lr in config.get("lrs", results.lrs)],
         **{f"--{name.replace('_', '-')}": [config[name]] for name in ("every", "samples", "vlb_images") if isinstance(config.get(name), int)},
     }
-    words = [shlex.quote(str(word)) for name, values in options.items() if values for word in (name, *values)]
+    options = {name: values for name, values in options.items() if values}
+    options |= {_option(name, settings[name]): _values(settings[name]) for name in changed if name in settings}
+    words = [shlex.quote(str(word)) for name, values in options.items() for word in (name, *values)]
     return " ".join(["noiseclock compare", shlex.quote(results.recipe), *words])
+
+
+def _option(name: str, value: Any) -> str:
+    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+
+
+def _values(value: Any) -> Sequence[Any]:
+    """The words after an option."""
+    return [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
 
 
 def many(n: int, what: str) -> str:

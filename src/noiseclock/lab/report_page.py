@@ -270,7 +270,7 @@ def _png(path: Path) -> tuple[bytes, str]:
 def _repeat(results: Results) -> str:
     config, settings = results.config, results.config.get("settings", {})
     made = config.get("made with") or next((cell.made_with for cell in results.cells if cell.made_with), {})
-    rest = {name: value for name, value in config.items() if name not in ("settings", "made with", "command")}
+    rest = {name: value for name, value in config.items() if name not in ("settings", "made with", "changed")}
     versions = made.get("versions") if isinstance(made.get("versions"), dict) else {}
     where = {**{name: value for name, value in made.items() if name != "versions"}, **(versions or {})}
     tables = [("The comparison", rest), (f"The recipe {results.recipe}", settings), ("Made with", where)]

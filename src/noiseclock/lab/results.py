@@ -126,7 +126,7 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name} has version {_shown(config.get('version'))}, and this reads version {VERSION}; what is alike is shown")
     kinds: dict[str, Callable[[Any], bool]] = {
         "recipe": _is_text, "baseline": _is_text, "settings": _is_object, "made with": _is_object, "every": _is_count, "samples": _is_count,
-        "methods": _list_of(_is_text), "seeds": _list_of(_is_count), "lrs": _list_of(_is_rate),
+        "methods": _list_of(_is_text), "changed": _list_of(_is_text), "seeds": _list_of(_is_count), "lrs": _list_of(_is_rate),
     }  # fmt: skip
     return _fitting(config, kinds, path, problems)
 

@@ -51,7 +51,7 @@ from noiseclock.lab.recipes import FIXED, Recipe
 from noiseclock.lab.shards import blocks, spread, whole
 from noiseclock.lab.surroundings import surroundings
 
-VALIDATION, TIMES = 512, 50  # held-out images, and times at which their loss is taken
+VALIDATION, TIMES = 128, 50  # held-out images, and times at which their loss is taken
 GRID = 64  # samples in a picture
 
 
@@ -444,7 +444,7 @@ def state_of(sampler: Sampler) -> str:
     if isinstance(sampler, Adaptive):
         info = sampler.info
         quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
-        return f"{info['probes']} probes{quality}, entropy {info['entropy']:.2f}"
+        return f"{info['probes']} probes{quality}, entropy {round(info['entropy'], 2) + 0.0:.2f}"
     return f"effective sample size {sampler.ess():.0%}" if isinstance(sampler, LearnedDensity) and sampler.corrects else ""
 
 
