@@ -130,10 +130,10 @@ def test_validation_is_the_averaged_model_on_held_out_images_at_fixed_noise(tmp_
         run._validate(log)
     first, second = (tmp_path / "twice.jsonl").read_text().splitlines()
     assert first == second
-    held_out, _ = head(load("digits", split="test"), 512)
+    held_out, _ = head(load("digits", split="test"), 128)
     wanted = loss_over_time(run.clock, opened(tmp_path).net, held_out, times=50, seed=settings.seed)
     found = json.loads(first)
-    assert len(held_out) == 300
+    assert len(held_out) == 128
     assert found["loss_by_time"] == wanted.loss.tolist()
     assert found["loss"] == wanted.loss.mean()
     # the density that is sampled: uniform

@@ -154,9 +154,7 @@ def _summary(folder: Path) -> int:
     for metric in statistics.measured(results)[:1]:
         found = statistics.table(results, metric)
         direction = "higher" if found.higher_is_better else "lower"
-        console.print(
-            f"\n{found.title} after {found.step or 0:,} updates, {direction} is better: mean ± spread over seeds, change with 95 % interval"
-        )
+        console.print(f"\n{found.title} after {found.step or 0:,} updates; {direction} is better")
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         columns = _fitting(found, console.width)
         for heading in columns:
@@ -173,7 +171,7 @@ def _fitting(table: statistics.Table, width: int) -> dict[str, list[str]]:
     """The columns of a table, the telling ones first, as many as fit into the terminal."""
     parts = dict(zip(table.headings, zip(*table.lines, strict=True), strict=True))
     names = {
-        "method": "method", table.headings[2]: "in the end", table.headings[4]: f"against {table.baseline}", "verdict": "verdict",
+        "method": "method", table.headings[2]: "mean ± spread", table.headings[4]: f"against {table.baseline} (95 %)", "verdict": "verdict",
         "speed-up in time": "speed-up in time", "time per update, ratio": "time per update",
     }  # fmt: skip
     columns: dict[str, list[str]] = {}

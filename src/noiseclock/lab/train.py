@@ -112,9 +112,7 @@ class Run:
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
         groups = [{"params": params} for params in (list(self.net.parameters()), self.others) if params]  # apart: only the first may be sharded
         make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
-        self.optimizer: torch.optim.Optimizer = make(
-            groups, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=self.device.type == "cuda"
-        )
+        self.optimizer: torch.optim.Optimizer = make(groups, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
         self.clock.attach(self.optimizer, model=self.net)
         self.ema = EMA(self.net, recipe.ema)
         self.step, self.skipped, self.seconds = 0, 0, 0.0
