@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -61,3 +61,26 @@ def ring(parts: int = 8, radius: float = 1.0, std: float = 0.08) -> GaussianMixt
     """Gaussians on a circle, a classic two-dimensional test."""
     angle = torch.arange(parts) * (2 * math.pi / parts)
     return GaussianMixture(radius * torch.stack([angle.cos(), angle.sin()], 1), std)
+
+
+class Denoiser(nn.Module):
+    """Predicts the noise in a point of the plane, from the point and Fourier features of the step."""
+
+    def __init__(self, width: int = 128, frequencies: int = 8) -> None:
+        super().__init__()
+        self.frequencies = nn.Buffer(math.pi * 2.0 ** torch.arange(frequencies))
+        self.net = nn.Sequential(
+            nn.Linear(2 + 2 * frequencies, width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+            nn.SiLU(),
+            nn.Linear(width, 2),
+        )
+
+    def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """(B, 2) noise from points (B, 2) and steps (B,)."""
+        angle = (t[:, None] / 1000) * self.frequencies
+        out: Tensor = self.net(torch.cat([x_t, angle.sin(), angle.cos()], 1))
+        return out

@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import noiseclock as nc
+from gaussians import Denoiser, ring
 from noiseclock.core.policy import BetaCells
 from noiseclock.core.selection import best_by_f, r_squared
-from noiseclock.lab.demo import Denoiser
-from noiseclock.lab.toy import ring
 
 VARIANTS = [nc.Adaptive(every=2, count=2), nc.Adaptive.paper(every=2), nc.Adaptive.released(every=2), nc.Adaptive(every=2, select="greedy", stride=7)]
 # at the paper's learning rate a fresh policy moves fast, and says so

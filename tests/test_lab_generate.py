@@ -15,11 +15,11 @@ from scipy import stats
 from torch import Tensor
 
 import noiseclock as nc
+from gaussians import ring
 from noiseclock.core.objectives import Objective
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.generate import generate, grid, noise_of, solve
-from noiseclock.lab.toy import ring
 
 MEAN, VARIANCE = 0.1, 0.04
 SCHEDULES = {

@@ -9,9 +9,9 @@ import scipy.stats
 import torch
 
 import noiseclock as nc
+from gaussians import GaussianMixture, ring
 from noiseclock.core.likelihood import bits, bound, decoder_term, kl_term, prior_term
 from noiseclock.core.schedules import Discrete
-from noiseclock.lab.toy import GaussianMixture, ring
 
 STD = 0.15  # so that nothing lies beyond ±1, where the decoder's end cells are open
 

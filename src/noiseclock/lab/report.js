@@ -72,7 +72,7 @@
     draw(element, traces, {
       xaxis: axis(x.title, x.more), yaxis: axis("", { type: log ? "log" : "linear", range, nticks: 6, ...(log ? ticks(range) : {}), ...y }),
       annotations: names, shapes: also.map((value) => level(value, colour("--soft"))),
-      margin: { l: 8, r: 14 + 7.2 * Math.max(0, ...names.map((label) => Math.min(data.methods[label.name].name.length, 22))), t: 12, b: 8 },
+      margin: { l: 8, r: 26 + 7.4 * Math.max(0, ...names.map((label) => Math.min(data.methods[label.name].name.length, 22))), t: 12, b: 8 },
     });
   }
 

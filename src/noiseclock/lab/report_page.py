@@ -279,7 +279,7 @@ def _repeat(results: Results) -> str:
         f'<details{" open" if i == 0 else ""}><summary>{escape(title)}</summary><div class="scroll settings">{_settings(values)}</div></details>'
         for i, (title, values) in enumerate(tables) if values
     )  # fmt: skip
-    return _section("repeat", "To repeat it", "Settings that are not the recipe's own have to be given as options too; all are listed.", content)
+    return _section("repeat", "To repeat it", "The command, and every setting.", content)
 
 
 def _settings(values: dict[str, Any]) -> str:

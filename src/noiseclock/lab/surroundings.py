@@ -21,10 +21,11 @@ def surroundings(device: torch.device, world: int) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "absent"
+    threads = torch.get_num_threads()
     return {
         "versions": versions,
         "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
         "processes": world,
         "git": commit(),
     }
