@@ -10,6 +10,17 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 @pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Commands write into the working folder unless told otherwise. The screen has 100 columns."""
+    from noiseclock import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    for screen in (cli.console, cli.errors):
+        monkeypatch.setattr(screen, "_width", 100)
+
+
+@pytest.fixture
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from noiseclock import cli
+from noiseclock.cli_results import REPLACED
 from noiseclock.lab import checkpoint
 from noiseclock.lab.processes import joined
 from noiseclock.lab.recipes import Recipe, recipe
+from noiseclock.lab.results import read
 from noiseclock.lab.train import Record, Run, train
 
 # A DiT of one block and 12,000 parameters on 8x8 digits, 20 steps of noise: an update takes 10 ms. Nothing is shown or saved unless asked for.
@@ -83,16 +90,61 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return float(sum(((mine[name].double() - theirs[name].double()) ** 2).sum() for name in mine) ** 0.5)
 
 
+def points(folder: Path) -> dict[tuple[str, float, int, int], dict[str, Any]]:
+    """Every evaluation of a comparison by method, learning rate, seed and update, without the time that it took."""
+    return {(c.method, c.lr, c.seed, p["step"]): {k: v for k, v in p.items() if k != "seconds"} for c in read(folder).cells for p in c.points}
+
+
 def words(settings: Recipe, folder: Path) -> list[str]:
     """The command line that trains these settings."""
+    return ["train", "digits", "--out", str(folder), "--device", "cpu", *_options(settings)]
+
+
+def comparison(folder: Path, *more: str, settings: Recipe = replace(TINY, updates=4)) -> list[str]:
+    """The command line that compares under these settings, by the held-out loss after every other update; more: options that count instead."""
+    quick = ["--every", "2", "--samples", "0", "--vlb-images", "0", "--seeds", "2"]
+    return ["compare", "digits", "--out", str(folder), "--device", "cpu", *quick, *_options(settings, besides=REPLACED), *more]
+
+
+def _options(settings: Recipe, besides: Collection[str] = ()) -> list[str]:
     given = []
     for name, value in settings.settings().items():
         option = name.replace("_", "-")
+        if name in besides:
+            continue
         if isinstance(value, bool):
             given.append(f"--{option}" if value else f"--no-{option}")
         else:
             given += [f"--{option}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return ["train", "digits", "--out", str(folder), "--device", "cpu", *given]
+    return given
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    """What a command prints; where it fails, what it says about that."""
+    capsys.readouterr()
+    found: Any
+    try:
+        found = cli.main(argv)
+    except SystemExit as end:  # tyro's, for a mistake in the options
+        found = end.code
+    out, err = capsys.readouterr()
+    assert found == status, out + err
+    assert "Traceback" not in out + err
+    return out if status == 0 else err
+
+
+def unframed(text: str) -> str:
+    """What tyro says, on one line and without the frame that it draws around it."""
+    return re.sub(r"[│─\s]+", " ", text)
+
+
+def wait_until(happened: Callable[[], object], process: Forked | subprocess.Popen[bytes], what: str) -> None:
+    """Wait for progress, not for a time; two minutes without any are a failure."""
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert process.poll() is None, f"the run ended before {what}, with {process.poll()}"
+        assert time.monotonic() < deadline, f"waited two minutes for {what}"
+        time.sleep(0.0005)
 
 
 class Forked:

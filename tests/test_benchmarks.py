@@ -44,3 +44,25 @@ def test_a_step_is_priced_with_its_share_of_a_probe(overhead):
     assert cost.ratio == pytest.approx((39 + 5) / 40)
     assert cost.added == pytest.approx(0.03)
     assert (cost.plain, cost.probe) == (1.0, 5.0)
+
+
+def test_step_measures_the_trainer(tmp_path, capsys):
+    out = tmp_path / "step.json"
+    words = "--channels 8 --batch 4 --size 8 --rounds 1 --block 5 --device cpu --samplers uniform adaptive:every=5,stride=300"
+    runpy.run_path(str(ROOT / "step.py"))["main"]([*words.split(), "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert [(cost["how"], cost["sampler"]) for cost in found["costs"]] == [("plain", "uniform"), ("plain", "adaptive:every=5,stride=300")]
+    for cost in found["costs"]:
+        assert cost["images_a_second"] == pytest.approx(4000 / cost["milliseconds"])
+        assert cost["spread"] == [cost["milliseconds"]] * 2
+    assert "this/uniform" in capsys.readouterr().out
+
+
+def test_generate_measures_every_batch(tmp_path, capsys):
+    out = tmp_path / "generate.json"
+    words = "--channels 8 --samples 4 --batch 2 4 --steps 2 --size 8 --device cpu"
+    runpy.run_path(str(ROOT / "generate.py"))["main"]([*words.split(), "--out", str(out)])
+    costs = json.loads(out.read_text())["costs"]
+    assert [cost["batch"] for cost in costs] == [2, 4]
+    assert all(cost["samples_a_second"] == pytest.approx(4 / cost["seconds"]) for cost in costs)
+    assert "4 samples in 2 DDIM steps" in capsys.readouterr().out

@@ -17,21 +17,15 @@ from PIL import Image
 
 import noiseclock.lab.train as lab_train
 from noiseclock import cli
+from noiseclock.lab.built import sampled
 from noiseclock.lab.data import load
 from noiseclock.lab.errors import Failure
 from noiseclock.lab.recipes import RECIPES, Recipe
-from noiseclock.lab.train import Record, sampled
+from noiseclock.lab.train import Record
 from noiseclock.lab.trained import opened
-from small_runs import TINY, UNET, Forked, content, trained, words
+from small_runs import TINY, UNET, Forked, content, said, trained, unframed, words
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Commands write into the working folder unless told otherwise. The screen has 100 columns."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    for screen in (cli.console, cli.errors):
-        monkeypatch.setattr(screen, "_width", 100)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +48,6 @@ def dit(tmp_path_factory):
 def features(tmp_path_factory):
     """A data folder of this module's own, where the classifier of digits is trained once."""
     return tmp_path_factory.mktemp("home")
-
-
-def said(capsys, *argv: str, status: int = 0) -> str:
-    """What a command prints; where it fails, what it says about that."""
-    capsys.readouterr()
-    try:
-        found = cli.main(argv)
-    except SystemExit as end:  # tyro's, for a mistake in the options
-        found = end.code
-    out, err = capsys.readouterr()
-    assert found == status, out + err
-    assert "Traceback" not in out + err
-    return out if status == 0 else err
 
 
 # --- help and mistakes --------------------------------------------------------------------------------------------------------------------
@@ -124,8 +105,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES.items(), ids=MISTAKES)
 def test_a_mistake_is_named_and_ends_with_2(capsys, tmp_path, command, message):
-    told = re.sub(r"[│─\s]+", " ", said(capsys, *command.split(), status=2))  # tyro frames what it says
-    assert message.strip() in told
+    assert message.strip() in unframed(said(capsys, *command.split(), status=2))
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
 
 

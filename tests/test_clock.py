@@ -655,3 +655,11 @@ def test_repr_names_its_parts():
         "Clock(Flow(condition_scale=1.0), LogitNormal(mean=0.0, std=1.0), MinSNR(normalize=False, gamma=5.0), FlowVelocity(), "
         "base=Uniform(), correct='none', seed=0)"
     )
+
+
+def test_the_noise_does_not_depend_on_when_its_stream_is_asked_for():
+    x0 = torch.zeros(4, 3)
+    asked, plain = nc.Clock("linear", "uniform", seed=5), nc.Clock("linear", "uniform", seed=5)
+    asked.generator(x0.device)  # as one does before a capture
+    for _ in range(2):
+        assert torch.equal(asked.draw(x0).noise, plain.draw(x0).noise)

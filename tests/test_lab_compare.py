@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from noiseclock.core.samplers import LogitNormal
+from noiseclock.core.scheduled import LogNormal
 from noiseclock.lab.compare import Cell, Plan, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
@@ -13,22 +15,17 @@ from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import read
 from noiseclock.lab.train import train
-from small_runs import TINY, differing, state_of
+from small_runs import TINY, differing, points, state_of
 
 
 def plan(**changes):
     settings = {"methods": ("uniform", "lsm+min-snr"), "seeds": (0, 1), "lrs": (1e-3,), "every": 2, "samples": 40, "vlb_images": 8, "vlb_steps": 3}
-    return Plan("tiny", replace(TINY, updates=4), **{**settings, **changes})
+    return Plan("digits", replace(TINY, updates=4), **{**settings, **changes})
 
 
 def finished(events):
     """Run to the end; the last step that each cell was seen at."""
     return {event.cell: event for event in events}
-
-
-def points(folder):
-    """Every evaluation, without the time that it took."""
-    return {(c.method, c.lr, c.seed, p["step"]): {k: v for k, v in p.items() if k != "seconds"} for c in read(folder).cells for p in c.points}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +42,17 @@ def points(folder):
 def test_a_method_is_a_sampler_a_weighting_or_both(text, sampler, weighting, correct):
     found = applied(text, Recipe(sampler="beta", weighting="p2"))
     assert (found.sampler, found.weighting, found.correct) == (sampler, weighting, correct)
+
+
+def test_log_normal_is_what_the_papers_on_a_schedule_mean_by_it():
+    assert applied("log-normal", Recipe()).sampler == "logit-normal"
+    assert applied("log-normal:mean=1+min-snr", Recipe(schedule="cosine")).sampler == "logit-normal:mean=1"
+    edm = Recipe(schedule="edm", steps=None, objective="edm")
+    assert applied("log-normal", edm).sampler == "log-normal"
+    assert applied("logit-normal", edm).sampler == "logit-normal"
+    # and these are two densities
+    found, other = (applied("log-normal", recipe).clock().sampler for recipe in (edm, Recipe()))
+    assert (type(found), type(other)) == (LogNormal, LogitNormal)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
 
 
 def test_cells_of_all_methods_rates_and_seeds_have_folders_of_their_own():
-    found = plan(methods=("speed:k=5", "speed:k=6", "uniform"), lrs=(1e-3, 2e-3)).cells()
+    found = plan(methods=("speed:k=5", "speed:k=6", "uniform"), lrs=(1e-3, 1.0000001e-3)).cells()
     assert len(found) == 3 * 2 * 2
     assert len({cell.slug for cell in found}) == len(found)
     hostile = Cell("../../<b>" + "x" * 300, 1e-3, 0).slug

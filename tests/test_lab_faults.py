@@ -23,7 +23,7 @@ from noiseclock.lab import checkpoint, interrupt
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.models.dit import DiT
 from noiseclock.lab.train import train
-from small_runs import TINY, Forked, differing, lines, run_of, state_of, trained, words
+from small_runs import TINY, Forked, differing, lines, run_of, state_of, trained, wait_until, words
 
 # --- losses that are not finite -----------------------------------------------------------------------------------------------------------
 
@@ -259,15 +259,6 @@ def steps_made(folder: Path) -> int:
         return (folder / "log.jsonl").read_bytes().count(b'"kind": "train"')
     except FileNotFoundError:
         return 0
-
-
-def wait_until(happened, process, what: str) -> None:
-    """Wait for progress, not for a time; two minutes without any are a failure."""
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert process.poll() is None, f"the run ended before {what}, with {process.poll()}"
-        assert time.monotonic() < deadline, f"waited two minutes for {what}"
-        time.sleep(0.0005)
 
 
 def kill_at(moment: str, delay: float, count: int, process, folder: Path) -> None:

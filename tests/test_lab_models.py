@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from diffusers import DiTTransformer2DModel
+from diffusers import DiTTransformer2DModel, UNet2DModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import noiseclock as nc
 from noiseclock.lab.errors import Mistake
@@ -115,9 +117,12 @@ def test_the_dit_agrees_with_diffusers():
 
 
 def test_the_unet_is_diffusers_own():
-    model = small("unet").eval()
+    model = small("unet")
+    theirs = UNet2DModel.from_config(model.net.config)
+    assert not isinstance(theirs.mid_block.resnets[0], type(model.net.mid_block.resnets[0]))
+    theirs.load_state_dict(model.net.state_dict())
     x, t = noise(2, 3, 8, 8), torch.tensor([3, 700])
-    assert torch.equal(model(x, t), model.net(x, t).sample)
+    assert torch.equal(model(x, t), theirs(x, t).sample)
 
 
 @every_kind
@@ -245,3 +250,36 @@ def test_shapes_that_work(kind, shape, options):
 def test_mistakes_are_named(kind, options, message):
     with pytest.raises(Mistake, match=message):
         build(kind, **{"shape": (1, 8, 8), **SMALL.get(kind, {}), **options})
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_unet_computes_the_same_and_keeps_channels_last():
+    model = small("unet").to(memory_format=torch.channels_last)
+    x, t = noise(3, 3, 8, 8).to(memory_format=torch.channels_last), torch.tensor([1, 500, 999])
+    orders = []
+
+    def look(graph, inputs):
+        """What a compiler is given: are the pictures that go into each convolution in channels-last order?"""
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten.convolution.default:
+                orders.append(node.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last))
+        return make_boxed_func(graph.forward)
+
+    def gradients(net):
+        model.zero_grad()
+        out = net(x, t)
+        out.square().sum().backward()
+        return out, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    torch.compiler.reset()
+    found, wanted = (
+        gradients(torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=lambda g, _: make_boxed_func(g.forward)))),
+        gradients(model),
+    )
+    assert len(orders) == sum(isinstance(m, nn.Conv2d) for m in model.modules())
+    assert all(orders)
+    # sums in another order: float32 keeps seven digits of the largest
+    assert (found[0] - wanted[0]).abs().max() < 1e-5 * wanted[0].abs().max()
+    assert (found[1] - wanted[1]).abs().max() < 1e-5 * wanted[1].abs().max()

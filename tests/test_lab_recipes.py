@@ -15,10 +15,10 @@ from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.core.weightings import MinSNR, Weighting
 from noiseclock.core.wrappers import Shifted
 from noiseclock.lab import wording
+from noiseclock.lab.built import network
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import count
 from noiseclock.lab.recipes import FIXED, FREE, RECIPES, Recipe, entry_of, recipe
-from noiseclock.lab.train import network
 from noiseclock.lab.trained import recipe_of
 
 # --- what the papers print ----------------------------------------------------------------------------------------------------------------

@@ -188,9 +188,9 @@ def train(argv: list[str]) -> int:
 def _dry_run(recipe: Recipe, folder: Path) -> int:
     import torch
 
+    from noiseclock.lab.built import network
     from noiseclock.lab.data import load
     from noiseclock.lab.models import count
-    from noiseclock.lab.train import network
 
     data, clock = load(recipe.data, size=recipe.size), recipe.clock()
     with torch.device("meta"):  # counted, not made
@@ -248,7 +248,7 @@ def sample(argv: list[str]) -> int:
     """`noiseclock sample`."""
     options = _parsed(Sample, argv, "noiseclock sample")
     from noiseclock.lab import pictures
-    from noiseclock.lab.train import sampled
+    from noiseclock.lab.built import sampled
     from noiseclock.lab.trained import opened
 
     device, out = _check_device(options.device), Path(options.out)

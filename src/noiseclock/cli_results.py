@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from noiseclock.cli import _check_device as check_device, _parsed as parsed, console
+from noiseclock.cli import Folder, _check_device as check_device, _parsed as parsed, console
 from noiseclock.lab.errors import Mistake
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from noiseclock.lab.compare import Event, Plan
 
 METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed", "adaptive", "lsm")
+RecipeName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="noiseclock recipes lists them")]
 REPLACED = ("sampler", "weighting", "correct", "lr", "seed", "save_every", "validate_every", "sample_every", "track")
 
 
@@ -28,7 +29,7 @@ class Compare:
     Every other setting of the recipe is an option too: see `noiseclock train RECIPE --help`.
     """
 
-    recipe: tyro.conf.Positional[str]
+    recipe: RecipeName
     samplers: tuple[str, ...] = METHODS
     """methods, the first of which is the baseline: a sampler, a weighting or both, e.g. speed:k=5 adaptive+min-snr lsm@importance"""
     seeds: int = 3
@@ -36,7 +37,7 @@ class Compare:
     lr: tuple[float, ...] = ()
     """learning rates, each for every method; the recipe's unless given"""
     every: int | None = None
-    """updates between evaluations; a quarter of them unless given"""
+    """updates between evaluations; about a quarter of all unless given"""
     samples: int = 1000
     """pictures in each evaluation; 0 for none"""
     vlb_images: int = 100
@@ -57,7 +58,7 @@ class Compare:
 class Report:
     """What a comparison found, as one page."""
 
-    results: tyro.conf.Positional[str]
+    results: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RESULTS", help="folder of a comparison")]
     out: str | None = None
     """the file, or the folder of the figures; beside the results unless given"""
     format: str = "html"
@@ -68,7 +69,7 @@ class Report:
 class Watch:
     """Follow a training in a browser on this machine."""
 
-    folder: tyro.conf.Positional[str]
+    folder: Folder
     port: int = 8765
     """of 127.0.0.1"""
     open: bool = False
@@ -86,11 +87,10 @@ def compare(argv: list[str]) -> int:
         if getattr(base, name) != getattr(recipe(options.recipe), name):
             raise Mistake(f"--{name.replace('_', '-')} is what a comparison sets for each training; see noiseclock compare --help")
     folder = Path(options.out or f"results/{options.recipe}")
+    plan, shard, device = _plan(options, base), _shard(options.shard), check_device(options.device)
     if options.merge:
         console.print(f"{merge(folder, options.merge)} trainings joined to {folder}")
-    plan = _plan(options, base)
-    device = check_device(options.device)
-    events = by_workers(plan, folder, options.jobs, shard=_shard(options.shard), device=device)
+    events = by_workers(plan, folder, options.jobs, shard=shard, device=device)
     _followed(events, plan)
     return _summary(folder)
 
@@ -100,7 +100,8 @@ def _plan(options: Compare, base: Any) -> Plan:
 
     if options.seeds < 1 or options.jobs < 1:
         raise Mistake(f"a comparison needs at least one seed and one job, got {options.seeds} and {options.jobs}")
-    every = options.every or max(base.updates // 4, 1)
+    evenly = [n for n in range(10, 0, -1) if base.updates % n == 0]  # so many evaluations, the last of them after the last update
+    every = base.updates // min(evenly, key=lambda n: abs(n - 4)) if options.every is None else options.every
     return Plan(
         options.recipe, base, options.samplers, tuple(range(options.seeds)), options.lr or (base.lr,), every, samples=options.samples,
         vlb_images=options.vlb_images,
@@ -118,7 +119,7 @@ def _followed(events: Iterable[Event], plan: Plan) -> None:
     """Show a comparison as it goes."""
     updates, cells = plan.base.updates, len(plan.cells())
     reached: dict[Any, int] = {}
-    finished = 0
+    finished = set()  # not a number: with several workers, each of them comes across a cell that one has finished
     columns = (BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"0 of {cells} trainings", total=cells * updates)
@@ -129,10 +130,10 @@ def _followed(events: Iterable[Event], plan: Plan) -> None:
             done = updates if event.record is None and event.point is None else event.record.step if event.record else event.point["step"]  # type: ignore[index]
             reached[event.cell] = done
             if done == updates and (event.record is None or event.point is not None):
-                finished += 1
+                finished.add(event.cell)
                 if event.point is not None and not console.is_terminal:
                     console.print(f"{event.cell.method}, lr {event.cell.lr:g}, seed {event.cell.seed}: {_quality(event.point)}")
-            text = f"{finished} of {cells} trainings, {event.cell.method} seed {event.cell.seed}"
+            text = f"{len(finished)} of {cells} trainings, {event.cell.method} seed {event.cell.seed}"
             bar.update(task, completed=sum(reached.values()), description=text)
 
 
@@ -197,7 +198,7 @@ def report(argv: list[str]) -> int:
 class Analyze:
     """The papers' measurements on a recipe, trained in short stages, or on a checkpoint: figures and their data."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: RecipeName
     out: str = ""
     """folder for them; analysis/RECIPE unless given"""
     checkpoint: str | None = None

@@ -148,6 +148,8 @@ class Clock:
             raise ValueError(f"micro must be (i, n) with 0 <= i < n, got {micro}")
         if micro[0] == 0 and not _capturing(x0):
             self._before_update(x0, predict, cond)
+        # first, because a new stream depends on how many draws there were, and a graph may ask for it before the first
+        generator = self.generator(x0.device) if noise is None else None
         rank, world_size = self.place()
         part, parts = micro[0] * world_size + rank, micro[1] * world_size
         number = self._next_draw(x0.device, first=micro[0] == 0)
@@ -156,7 +158,7 @@ class Clock:
         uniforms = stratified(start, number, len(x0), part=part, parts=parts) if evenly else independent(start, number, len(x0))
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
         if noise is None:
-            noise = torch.randn(x0.shape, generator=self.generator(x0.device), device=x0.device, dtype=at_least_float32(x0))
+            noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         correction = self._correction(draw, x0) if self.corrected else torch.ones_like(draw.time)
         batch = self._make(x0, draw.time, noise, cond, correction, draw)
         if self.sampler.every and micro[0] == 0:  # the one whose x0 a probe sees
@@ -255,20 +257,25 @@ class Clock:
         return self
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # nothing has happened yet: each replay is told by `updated`
         # A GradScaler leaves out the step of most optimisers when a gradient is infinite, and then this hook does not run. Fused ones run and
-        # decide on the device; looking there would synchronise, so outside probes the flag is only added up.
+        # decide on the device.
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None:
-            self.updated()
-        elif self._probe is not None or self.sampler.counts_updates or self.base.counts_updates:
-            self.updated(skipped=bool(found_inf))
-        else:
-            skips = torch.zeros_like(found_inf) if self._unread_skips is None else self._unread_skips
-            self._unread_skips = skips + (found_inf > 0)
-            self.updated()
+        self.updated(skipped=False if found_inf is None else found_inf)
 
-    def updated(self, *, skipped: bool = False) -> None:
-        """An optimiser update was made, or `skipped`. `attach` calls this; call it yourself after a graph replay."""
+    def updated(self, *, skipped: bool | Tensor = False) -> None:
+        """An optimiser update was made, or `skipped`. `attach` calls this; call it yourself after a graph replay.
+
+        skipped: a tensor on the device, not 0 where the update was left out, is waited for only where what comes next depends on it.
+        """
+        if isinstance(skipped, Tensor):
+            if self._probe is not None or self.sampler.counts_updates or self.base.counts_updates:
+                skipped = bool(skipped)
+            else:
+                before = torch.zeros_like(skipped) if self._unread_skips is None else self._unread_skips
+                self._unread_skips = before + (skipped > 0)
+                skipped = False
         probe, self._probe = self._probe, None
         if skipped:
             return
@@ -449,6 +456,8 @@ class Clock:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """This rank's stream of noise. A CUDA graph that captures `draw` must know it: `graph.register_generator_state(...)`."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # as tensors call it
         if self._noise is None or self._noise.device != device:
             self._noise = torch.Generator(device)
             self._seed_noise(self._noise)

@@ -16,6 +16,7 @@ import queue
 import re
 import shutil
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ import torch
 
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
+from noiseclock.lab.built import sampled
 from noiseclock.lab.data import load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images
@@ -37,8 +39,10 @@ from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe, entry_of
 from noiseclock.lab.results import OF_THE_CELL, VERSION
 from noiseclock.lab.surroundings import surroundings
-from noiseclock.lab.train import Record, sampled, train
+from noiseclock.lab.train import Record, train
 from noiseclock.lab.trained import opened
+
+GROWS = ("methods", "seeds", "lrs")  # more of which may join a comparison
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ class Plan:
                 raise Mistake(f"a comparison needs at least one of its {name}")
             if len(set(values)) < len(values):
                 raise Mistake(f"the {name} of a comparison must differ, got {', '.join(map(str, values))}")
+        for name in ("samples", "vlb_images"):
+            if getattr(self, name) < 0:
+                raise Mistake(f"{name} must not be negative, got {getattr(self, name)}")
         if self.every < 1 or self.base.updates % self.every:
             raise Mistake(f"evaluations every {self.every} updates do not end with the last of {self.base.updates}; choose a divisor of it")
         for cell in self.cells():
@@ -94,7 +101,7 @@ class Cell(NamedTuple):
     def slug(self) -> str:
         """A folder's name: readable, of safe characters, and different for every cell."""
         readable = re.sub(r"[^A-Za-z0-9.+@-]+", "_", self.method)[:60]
-        return f"{readable}-{sha256(self.method.encode()).hexdigest()[:6]}--lr-{self.lr:g}--seed-{self.seed}"
+        return f"{readable}-{sha256(self.method.encode()).hexdigest()[:6]}--lr-{self.lr}--seed-{self.seed}"
 
     def recipe(self, plan: Plan) -> Recipe:
         """What is trained."""
@@ -144,11 +151,12 @@ def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, i
     try:
         working = jobs
         while working:
+            if lost := [worker.exitcode for worker in workers if worker.exitcode]:
+                reason = ", perhaps for want of memory" if lost[0] == -signal.SIGKILL else ""
+                raise Failure(f"a worker ended with status {lost[0]}{reason}; run the same command again to go on")
             try:
                 event = events.get(timeout=1)
             except queue.Empty:
-                if lost := [worker.exitcode for worker in workers if worker.exitcode]:
-                    raise Failure(f"a worker ended with status {lost[0]}, perhaps for want of memory; run the same command again to go on") from None
                 continue
             if isinstance(event, Warning):
                 warnings.warn(event, stacklevel=1)
@@ -175,8 +183,9 @@ def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int,
         events.put(None)
     except (Mistake, Failure) as error:
         events.put(error)
-    except KeyboardInterrupt:
-        pass  # which reached all processes alike
+    except (KeyboardInterrupt, SystemExit) as end:  # asked to stop; what it still has to tell may have no listener any more, and must not keep it
+        events.cancel_join_thread()
+        sys.exit(130 if isinstance(end, KeyboardInterrupt) else end.code)
     except Exception as error:  # whatever it is, the others should not wait for this one
         events.put(Failure(f"a worker stopped with {type(error).__name__}: {error}"))
 
@@ -193,14 +202,16 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
     path, mine = folder / "compare.json", plain(plan.config())
     if path.exists():
-        theirs = json.loads(path.read_text())
-        grows = ("methods", "seeds", "lrs")
-        if changes := difference(_without(mine, *grows, "baseline"), _without(theirs, *grows, "baseline", "made with")):
+        theirs = _config(folder)
+        if changes := difference(_fixed(mine), _fixed(theirs), where=f"in {folder}"):
             raise Mistake(f"{folder} holds another comparison; choose another folder, or make the settings alike:\n{changes}")
-        for name in grows:
+        for name in GROWS:
             mine[name] = theirs[name] + [value for value in mine[name] if value not in theirs[name]]
         mine["baseline"] = theirs["baseline"]
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"cannot write into {folder} ({error.strerror}); choose a folder that can be written to") from error
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     write_json(path, {**mine, "made with": surroundings(where, 1)})
 
@@ -214,7 +225,8 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None) -> Iterator[Ev
     recipe = cell.recipe(plan)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": surroundings(where, 1)})
-    reached = max(checkpoint.steps(folder), default=0)
+    good = checkpoint.newest(folder)  # from which `train` goes on, whatever is damaged
+    reached = int(good.name.rpartition("-")[2]) if good else 0
     record = None
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
@@ -253,31 +265,48 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
 def merge(folder: str | Path, parts: Sequence[str | Path]) -> int:
     """Copy the cells of other results folders of the same comparison into `folder`; returns how many. A finished cell replaces an unfinished one."""
     folder, copied = Path(folder), 0
-    for part in map(Path, parts):
-        if not (part / "compare.json").exists():
-            raise Mistake(f"{part} holds no comparison: there is no compare.json")
-        if not (folder / "compare.json").exists():
-            (folder / "cells").mkdir(parents=True, exist_ok=True)
-            shutil.copy(part / "compare.json", folder)
-        mine, theirs = (json.loads((place / "compare.json").read_text()) for place in (folder, part))
-        same = ("version", "recipe", "settings", "every", "samples", "vlb_images", "vlb_steps")
-        if changes := difference({name: mine.get(name) for name in same}, {name: theirs.get(name) for name in same}):
-            raise Mistake(f"{part} is not of the same comparison as {folder}:\n{changes}")
-        for name in ("methods", "seeds", "lrs"):
+    configs = {part: _config(part) for part in map(Path, parts)}  # read, and compared, before anything is written
+    first = folder if (folder / "compare.json").exists() else next(iter(configs), folder)
+    mine = _config(first)
+    for part, theirs in configs.items():
+        if changes := difference(_fixed(mine), _fixed(theirs), where=f"in {part}"):
+            raise Mistake(f"{part} is not of the same comparison as {first}:\n{changes}")
+    for part, theirs in configs.items():
+        for name in GROWS:
             mine[name] += [value for value in theirs[name] if value not in mine[name]]
-        for cell in sorted((part / "cells").iterdir()):
+        for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
-            if (target / "finished.json").exists() or not (cell / "cell.json").exists():
+            if (target / "finished.json").exists() or target.resolve() == cell.resolve():
                 continue
+            unfinished = target.with_name(f".{target.name}.tmp")  # a copy that is cut short must not pass for a cell
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(cell, unfinished)
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(cell, target)
+            unfinished.rename(target)
             copied += 1
-        write_json(folder / "compare.json", mine)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "compare.json", mine)
     return copied
 
 
-def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in names}
+def _config(folder: Path) -> dict[str, Any]:
+    """The folder's compare.json."""
+    path = folder / "compare.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise Mistake(f"{folder} holds no comparison: there is no compare.json") from None
+    except ValueError:
+        config = None
+    if not isinstance(config, dict) or not {"settings", "baseline", *GROWS} <= config.keys():
+        raise Mistake(f"{path} is damaged; choose another folder, or remove that file to go on with the trainings that are there")
+    return config
+
+
+def _fixed(config: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same in all runs of one comparison, one entry a setting."""
+    apart = (*GROWS, "baseline", "changed", "settings", "made with")
+    return {name: value for name, value in config.items() if name not in apart} | dict(config["settings"])
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:

@@ -20,11 +20,20 @@ class EMA:
         self._parameters = list(net.parameters())
         self._means = [p.detach().clone() for p in self._parameters]
 
+    def weight(self, updates: int) -> float:
+        """Of the weights after update number `updates`, counted from 1: 1 - d."""
+        return 1 - min(self.decay, (1 + updates) / (10 + updates))
+
     @torch.no_grad()
-    def update(self, updates: int) -> None:
-        """After update number `updates`, counted from 1."""
-        decay = min(self.decay, (1 + updates) / (10 + updates))
-        torch._foreach_lerp_([local(mean) for mean in self._means], [local(p.detach()) for p in self._parameters], 1 - decay)
+    def towards(self, weight: float | Tensor) -> None:
+        """One step. A tensor (0-d) may change between the replays of a captured graph."""
+        means, parameters = [local(mean) for mean in self._means], [local(p.detach()) for p in self._parameters]
+        if isinstance(weight, float):
+            torch._foreach_lerp_(means, parameters, weight)
+        else:
+            away = torch._foreach_sub(parameters, means)
+            torch._foreach_mul_(away, weight)
+            torch._foreach_add_(means, away)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole weights by name; all ranks must ask."""

@@ -126,7 +126,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], *, where: str = "in the checkpoint") -> str:
     """How two configs differ, one line a key; empty where they do not. A config and what its JSON file gives back are the same.
 
     >>> print(difference({"lr": 2e-4, "size": (32, 32), "ema": 0.9999}, {"lr": 1e-4, "size": [32, 32], "clip": 1.0}))
@@ -140,7 +140,7 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
         return repr(config[key]) if key in config else "absent"
 
     keys = [key for key in here | there if key not in here or key not in there or here[key] != there[key]]
-    return "\n".join(f"{key}: {shown(here, key)} here, {shown(there, key)} in the checkpoint" for key in keys)
+    return "\n".join(f"{key}: {shown(here, key)} here, {shown(there, key)} {where}" for key in keys)
 
 
 # --- the log ------------------------------------------------------------------------------------------------------------------------------

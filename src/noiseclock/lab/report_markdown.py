@@ -97,7 +97,7 @@ def command(results: Results) -> str:
     options: dict[str, Sequence[Any]] = {
         "--samplers": config.get("methods", results.methods),
         "--seeds": [len(seeds)] if seeds == list(range(len(seeds))) else seeds,
-        "--lr": [f"{lr:g}" for lr in config.get("lrs", results.lrs)],
+        "--lr": config.get("lrs", results.lrs),
         **{f"--{name.replace('_', '-')}": [config[name]] for name in ("every", "samples", "vlb_images") if isinstance(config.get(name), int)},
     }
     options = {name: values for name, values in options.items() if values}

@@ -32,19 +32,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.batch import call
-from noiseclock.core.clock import Clock
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.measure import loss_over_time
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.lab import checkpoint, pictures
+from noiseclock.lab.built import network, placed, sampled
+from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers
 from noiseclock.lab.data import Files, Images, batches, head, load
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json
-from noiseclock.lab.generate import generate
 from noiseclock.lab.interrupt import Wish, listening
-from noiseclock.lab.models import build, time_scale
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.recipes import FIXED, Recipe
@@ -53,6 +52,7 @@ from noiseclock.lab.surroundings import surroundings
 
 VALIDATION, TIMES = 128, 50  # held-out images, and times at which their loss is taken
 GRID = 64  # samples in a picture
+LOOK = 100  # updates that a captured training makes at most without a look at its loss
 
 
 @dataclass(frozen=True)
@@ -105,20 +105,33 @@ class Run:
         self.data, self.held_out = loaded(recipe, accelerator)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
-        self.net = network(recipe, self.data, self.clock).to(self.device)
+        self.net = placed(network(recipe, self.data, self.clock), self.device)
         torch.manual_seed(recipe.seed * 1000 + self.rank)  # dropout: other for every rank
         self.predict: nn.Module = self._wrapped(shard)
         weighting = self.clock.weighting
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
         groups = [{"params": params} for params in (list(self.net.parameters()), self.others) if params]  # apart: only the first may be sharded
         make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
-        self.optimizer: torch.optim.Optimizer = make(groups, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
+        self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
+        captured = not self.not_captured
+        self.optimizer: torch.optim.Optimizer = make(
+            groups, lr=torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr, betas=recipe.betas,
+            weight_decay=recipe.weight_decay, fused=True, capturable=captured,
+        )  # fmt: skip
         self.clock.attach(self.optimizer, model=self.net)
         self.ema = EMA(self.net, recipe.ema)
         self.step, self.skipped, self.seconds = 0, 0, 0.0
-        self._lost_in_a_row, self._learned = 0, ""
+        self._lost_in_a_row, self._learned, self._numbers = 0, "", Numbers(math.nan, math.nan, 0, 0)
+        self._seen_by_probes = CapturedForward(self.predict)
         with all_or_none(accelerator):
             self._resume()
+        self._captured = self._capturing() if captured else None
+
+    def _capturing(self) -> CapturedUpdate:
+        return CapturedUpdate(
+            self._loss, self.net, self.optimizer, self.ema, clip=self.recipe.clip or math.inf, generator=self.clock.generator(self.device),
+            replayed=lambda lost: self.clock.updated(skipped=lost), skipped=self.skipped,
+        )  # fmt: skip
 
     def _wrapped(self, shard: bool) -> nn.Module:
         predict: nn.Module = self.net
@@ -128,7 +141,7 @@ class Run:
             for block in blocks(self.net):
                 fully_shard(block)
             fully_shard(self.net)
-        if self.recipe.compile:
+        if self.recipe.compile and self.device.type == "cuda":
             predict = torch.compile(self.net)  # type: ignore[assignment]
         if self.world > 1 and not shard:
             predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
@@ -177,7 +190,7 @@ class Run:
             "settings": self.recipe.settings(),
             "model": {name: whole(value) for name, value in self.net.state_dict().items()},
             "ema": self.ema.state_dict(),
-            "optimizer": {"state": moments, "param_groups": groups["param_groups"]},
+            "optimizer": {"state": moments},
             "ranks": ranks,
             "skipped": self.skipped,
             "seconds": self.seconds,
@@ -191,7 +204,8 @@ class Run:
         self.ema.load_state_dict(state["ema"])
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         moments = {i: {name: spread(value, trained[i]) for name, value in moment.items()} for i, moment in state["optimizer"]["state"].items()}
-        self.optimizer.load_state_dict({"state": moments, "param_groups": state["optimizer"]["param_groups"]})
+        # the settings are this recipe's, and depend on the device
+        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
         same = len(state["ranks"]) == self.world
         mine = state["ranks"][self.rank if same else 0]
         self.clock.load_state_dict(mine["clock"])  # last, because loading an optimiser is no update
@@ -222,7 +236,7 @@ class Run:
                 start = time.perf_counter()
                 record = self._update(stream)
                 self.seconds += time.perf_counter() - start
-                logged = _due(record.step, recipe.log_every) or (record.step == 1 and recipe.log_every > 0)
+                logged = self._logged(record.step)
                 self._learned = state_of(self.clock.sampler) if logged else self._learned
                 record = replace(record, seconds=self.seconds, sampler=self._learned)
                 if log is not None and logged:
@@ -258,6 +272,9 @@ class Run:
         with _writing(self.folder):
             log = Log(self.folder / "log.jsonl")
             log.truncate_after(self.step)
+            if self.device.type == "cuda":
+                how = f"not captured: {self.not_captured}" if self.not_captured else "captured as one CUDA graph"
+                log.write({"kind": "note", "step": self.step, "note": f"updates are {how}"})
             self.accelerator.init_trackers("noiseclock", config=_flat(settings), init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
         return log
 
@@ -274,20 +291,21 @@ class Run:
         )  # fmt: skip
 
     def _update(self, stream: Iterator[tuple[Tensor, Tensor | None]]) -> Record:
-        recipe = self.recipe
         self.net.train()
-        lr = recipe.lr * min(1.0, (self.step + 1) / max(recipe.warmup, 1))
+        lr = self.recipe.lr * min(1.0, (self.step + 1) / max(self.recipe.warmup, 1))
+        mean, norm = self._plain_update(stream, lr) if self._captured is None else self._fast_update(self._captured, stream, lr)
+        return Record(self.step, mean, norm, lr, self.step * self.recipe.batch, 0.0, self.skipped)
+
+    def _plain_update(self, stream: Iterator[tuple[Tensor, Tensor | None]], lr: float) -> tuple[float, float]:
+        """The mean loss and the norm of its gradient, on any device, with any number of micro-batches and ranks."""
+        parts = self.recipe.accumulate
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), device=self.device)
-        for micro in range(recipe.accumulate):
+        for micro in range(parts):
             x0, labels = next(stream)
-            cond = self._condition(labels, micro)
-            with self._synchronised(micro == recipe.accumulate - 1):
-                with self._autocast():
-                    b = self.clock.draw(x0, predict=self.predict, cond=cond, micro=(micro, recipe.accumulate))
-                    prediction = call(self.predict, b.x_t, b.t, cond)
-                    loss = self.clock.loss(b, prediction).mean() / recipe.accumulate
+            with self._synchronised(micro == parts - 1):
+                loss = self._loss(x0, self._condition(labels, micro), micro) / parts
                 loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         mean, norm = self._mean(total), self._clipped()
@@ -298,10 +316,41 @@ class Run:
             self.clock.updated(skipped=True)
         self.optimizer.zero_grad()
         self.step += 1
-        self._count_lost(finite)
+        self.skipped += not finite
+        self._lost_in_a_row = 0 if finite else self._lost_in_a_row + 1
+        self._give_up()
         if finite:
-            self.ema.update(self.step)
-        return Record(self.step, mean, norm, lr, self.step * recipe.batch, 0.0, self.skipped)
+            self.ema.towards(self.ema.weight(self.step))
+        return mean, norm
+
+    def _fast_update(self, captured: CapturedUpdate, stream: Iterator[tuple[Tensor, Tensor | None]], lr: float) -> tuple[float, float]:
+        """Likewise, as one CUDA graph. Numbers are read where somebody looks at them, because that waits for the device; else the last are given."""
+        x0, labels = next(stream)
+        cond = self._condition(labels, 0)
+        if self.clock.due:
+            self.clock.probe(x0, self._seen_by_probes, cond)
+        self.step += 1
+        captured(x0, cond, lr=lr, averaging=self.ema.weight(self.step))
+        if self._looked_at(self.step):
+            self._numbers = captured.read()
+            self.skipped, self._lost_in_a_row = self._numbers.skipped, self._numbers.lost_in_a_row
+            self._give_up()
+        return self._numbers.loss, self._numbers.norm
+
+    def _loss(self, x0: Tensor, cond: Tensor | None, micro: int = 0) -> Tensor:
+        """The mean weighted loss of a batch at newly drawn times."""
+        with self._autocast():
+            b = self.clock.draw(x0, predict=self.predict, cond=cond, micro=(micro, self.recipe.accumulate))
+            return self.clock.loss(b, call(self.predict, b.x_t, b.t, cond)).mean()
+
+    def _logged(self, step: int) -> bool:
+        return _due(step, self.recipe.log_every) or (step == 1 and self.recipe.log_every > 0)
+
+    def _looked_at(self, step: int) -> bool:
+        """Does anything depend on the numbers of this update, or on the time that it took?"""
+        recipe = self.recipe
+        seen = any(_due(step, every) for every in (recipe.validate_every, recipe.sample_every, recipe.save_every, LOOK))
+        return seen or self._logged(step) or step == recipe.updates
 
     def _condition(self, labels: Tensor | None, micro: int) -> Tensor | None:
         """(B,) the labels that the model is told, some replaced by the one for none."""
@@ -329,9 +378,8 @@ class Run:
             dist.all_reduce(x)
         return float(x) / self.world
 
-    def _count_lost(self, finite: bool) -> None:
-        self._lost_in_a_row = 0 if finite else self._lost_in_a_row + 1
-        self.skipped += not finite
+    def _give_up(self) -> None:
+        """Where too many updates in a row were lost."""
         if self._lost_in_a_row >= self.recipe.patience:
             good = checkpoint.newest(self.folder)
             kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
@@ -368,7 +416,7 @@ class Run:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             net = network(self.recipe, self.data, self.clock)
         net.load_state_dict({**{name: whole(value) for name, value in self.net.state_dict().items()}, **weights})
-        return net.to(self.device).eval()
+        return placed(net, self.device).eval()
 
     def _validate(self, log: Log | None) -> None:
         """The loss by noise level on held-out images at fixed noise, and the density that is sampled now."""
@@ -411,30 +459,14 @@ def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Images | Files]:
     return found
 
 
-def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
-    """The network of a recipe, for its data."""
-    if recipe.conditional and data.classes is None:
-        raise Mistake(f"{data.name} has no classes, so a model of it cannot be conditional")
-    return build(
-        recipe.model, data.shape, classes=data.classes if recipe.conditional else None, channels=recipe.channels, multipliers=recipe.multipliers,
-        blocks=recipe.blocks, attention=recipe.attention, head_channels=recipe.head_channels, patch=recipe.patch, dropout=recipe.dropout,
-        time_scale=time_scale(clock.schedule),
-    )  # fmt: skip
-
-
-def sampled(
-    net: Any, recipe: Recipe, clock: Clock, data: Images | Files, n: int, *, seed: int = 0, guidance: float = 1.0,
-    solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
-) -> Tensor:  # fmt: skip
-    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn."""
-    labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
-    null = net.null if labels is not None else None
-    solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
-    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=recipe.precision == "bf16"):
-        return generate(
-            net, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
-            guidance=guidance, null=null, device=device, variance=recipe.variance, progress=progress,
-        )  # fmt: skip
+def why_not_captured(recipe: Recipe, device: torch.device, world: int, shard: bool) -> str:
+    """The reason why an update cannot be one CUDA graph; empty where it can."""
+    reasons = {
+        f"this runs on {device.type}": device.type != "cuda",
+        "there are several processes, which wait for each other between forward and step": world > 1 or shard,
+        f"an update has {recipe.accumulate} micro-batches": recipe.accumulate > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def state_of(sampler: Sampler) -> str:

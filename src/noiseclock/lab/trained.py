@@ -14,12 +14,12 @@ from noiseclock.core.clock import Clock
 from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
+from noiseclock.lab.built import network, placed, sampled
 from noiseclock.lab.data import Files, Images, load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
 from noiseclock.lab.recipes import Recipe
-from noiseclock.lab.train import network, sampled
 
 
 class Trained(NamedTuple):
@@ -44,7 +44,7 @@ def opened(folder: str | Path, *, step: int | None = None, device: str | torch.d
     with torch.random.fork_rng(devices=[]):  # a training that goes on beside this must not notice
         net = network(recipe, data, clock)
     net.load_state_dict({**state["model"], **state["ema"]})
-    return Trained(recipe, net.to(device).eval(), clock, data, step)
+    return Trained(recipe, placed(net, device).eval(), clock, data, step)
 
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:

@@ -11,6 +11,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from noiseclock.lab.errors import Mistake
+from noiseclock.lab.models.channels_last import keep_channels_last
 
 
 class UNet(nn.Module):
@@ -56,6 +57,7 @@ class UNet(nn.Module):
             dropout=dropout,
             num_class_embeds=None if classes is None else classes + 1,
         )
+        keep_channels_last(self.net)
         self._start_as_ddpm()
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:

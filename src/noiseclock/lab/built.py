@@ -1,0 +1,51 @@
+"""What a recipe describes, built: its network, and samples of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noiseclock.core.clock import Clock
+from noiseclock.lab.captured import CapturedForward
+from noiseclock.lab.data import Files, Images
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.generate import generate
+from noiseclock.lab.models import build, time_scale
+from noiseclock.lab.recipes import Recipe
+
+
+def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
+    """The network of a recipe, for its data."""
+    if recipe.conditional and data.classes is None:
+        raise Mistake(f"{data.name} has no classes, so a model of it cannot be conditional")
+    return build(
+        recipe.model, data.shape, classes=data.classes if recipe.conditional else None, channels=recipe.channels, multipliers=recipe.multipliers,
+        blocks=recipe.blocks, attention=recipe.attention, head_channels=recipe.head_channels, patch=recipe.patch, dropout=recipe.dropout,
+        time_scale=time_scale(clock.schedule),
+    )  # fmt: skip
+
+
+def sampled(
+    net: Any, recipe: Recipe, clock: Clock, data: Images | Files, n: int, *, seed: int = 0, guidance: float = 1.0,
+    solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
+) -> Tensor:  # fmt: skip
+    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn."""
+    labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
+    null = net.null if labels is not None else None
+    solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
+    device = torch.device(device)
+    predict = CapturedForward(net) if device.type == "cuda" else net
+    # without a cache: a captured graph would read casts that are gone
+    with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):
+        return generate(
+            predict, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
+            guidance=guidance, null=null, device=device, variance=recipe.variance, progress=progress,
+        )  # fmt: skip
+
+
+def placed(net: Any, device: torch.device | str) -> Any:
+    """The network on a device, with its convolutions in the order of memory that they are fast in there."""
+    device = torch.device(device)
+    return net.to(device, memory_format=torch.channels_last) if device.type == "cuda" else net.to(device)

@@ -1,0 +1,156 @@
+"""A whole update as one CUDA graph, and a network as one: nothing waits for Python, which on a GPU takes longer than the arithmetic.
+
+    update = CapturedUpdate(draw, losses, net, optimizer, ema, ...)      draw, noise, forward, backward, clip, Adam, averages
+    predict = CapturedForward(net)                                       for probes, samples and evaluations: predict(x, t, labels)
+
+A graph repeats the launches of one run on the same memory. So what changes from update to update lives in tensors that are written in place: the
+images, the learning rate, the weight of the averages, the sampler's tables. Random numbers go on from replay to replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from noiseclock.core.batch import call
+from noiseclock.core.probes import autocast_dtype
+from noiseclock.lab.ema import EMA
+
+WARMUP = 3  # runs before a capture: they compile, choose kernels and make the optimiser's state
+
+
+class Numbers(NamedTuple):
+    """Of the last update, read from the device. lost_in_a_row: updates up to it whose loss or gradient was not finite; skipped: all of them."""
+
+    loss: float
+    norm: float
+    lost_in_a_row: int
+    skipped: int
+
+
+class CapturedUpdate:
+    """Updates of a network, one for each call; the first few run as they are, then one is captured, and the rest are replays.
+
+    losses: from images and labels to their mean loss, with all that is drawn for it. generator: of the noise. replayed: told after each replay
+    whether the update was lost (0-d, on the device); the optimiser's hooks do not run then. An update whose loss or gradient is not finite
+    changes neither weights nor averages, and is counted; `skipped` were before.
+    """
+
+    def __init__(
+        self,
+        losses: Callable[[Tensor, Tensor | None], Tensor],
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ema: EMA,
+        *,
+        clip: float,
+        generator: torch.Generator,
+        replayed: Callable[[Tensor], None],
+        skipped: int = 0,
+    ) -> None:
+        self._losses, self._optimizer, self._ema, self._clip, self._replayed = losses, optimizer, ema, clip, replayed
+        self._parameters = list(net.parameters())
+        self._generator = generator
+        self._images: Tensor | None = None
+        self._labels: Tensor | None = None
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        device = self._parameters[0].device
+        self._weight = torch.zeros((), device=device)  # of the new weights in the averages
+        self._seen = torch.tensor([0.0, 0.0, 0.0, float(skipped)], dtype=torch.float64, device=device)
+        self._lost = torch.zeros((), device=device)  # 1 if the last update was not finite
+        optimizer.found_inf = self._lost  # type: ignore[attr-defined]  # a fused optimiser looks here, and leaves everything as it was
+
+    def __call__(self, images: Tensor, labels: Tensor | None, *, lr: float, averaging: float) -> None:
+        """One update on images (B, ...) and what the model is told of them. lr: the learning rate. averaging: the weight of the averages' newest."""
+        if self._images is None:
+            self._images = torch.empty_like(images, memory_format=torch.channels_last if images.ndim == 4 else torch.contiguous_format)
+            self._labels = None if labels is None else torch.empty_like(labels)
+        self._images.copy_(images)
+        if self._labels is not None and labels is not None:
+            self._labels.copy_(labels)
+        for group in self._optimizer.param_groups:
+            group["lr"].fill_(lr)
+        self._weight.fill_(averaging)
+        if self._runs < WARMUP:
+            _apart(self._update)
+            self._runs += 1
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            self._graph.register_generator_state(self._generator)
+            self._optimizer.zero_grad()  # so that the gradients belong to the graph
+            with torch.cuda.graph(self._graph):
+                self._update()  # which runs nothing yet
+        self._graph.replay()
+        self._replayed(self._lost)
+
+    def read(self) -> Numbers:
+        """What the last update was like. This waits for the device."""
+        loss, norm, in_a_row, skipped = self._seen.tolist()
+        return Numbers(loss, norm, int(in_a_row), int(skipped))
+
+    def _update(self) -> None:
+        assert self._images is not None
+        if not torch.cuda.is_current_stream_capturing():
+            self._optimizer.zero_grad()
+        loss = self._losses(self._images, self._labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+            lost = ~(loss.detach().isfinite() & norm.isfinite())
+            self._lost.copy_(lost)
+            self._optimizer.step()
+            self._ema.towards(torch.where(lost, 0.0, self._weight))
+            in_a_row = torch.where(lost, self._seen[2] + 1, 0.0)
+            self._seen.copy_(torch.stack([loss.detach().double(), norm.double(), in_a_row, self._seen[3] + lost]))
+
+
+class CapturedForward:
+    """A network in evaluation mode, without gradients, as one graph for each shape of its input. What it gives is valid until the next call.
+
+    net: may be compiled. Autocast must be without a cache, whose casts a graph would outlive.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self._orig_mod = getattr(net, "_orig_mod", net)  # who needs gradients asks a compiled module for this
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The prediction for x (B, ...) at t (B,)."""
+        inputs = [x, t] if labels is None else [x, t, labels]
+        key = *((given.shape, given.dtype) for given in inputs), autocast_dtype(x.device)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(inputs)
+        graph, static, out = self._graphs[key]
+        for mine, given in zip(static, inputs, strict=True):
+            mine.copy_(given)
+        graph.replay()
+        return out
+
+    def _capture(self, inputs: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
+        static = [given.clone(memory_format=torch.channels_last if given.ndim == 4 else torch.contiguous_format) for given in inputs]
+
+        def forward() -> Tensor:
+            return call(self.net, static[0], static[1], static[2] if len(static) == 3 else None)
+
+        for _ in range(WARMUP):
+            _apart(forward)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = forward()
+        return graph, static, out
+
+
+def _apart(run: Callable[[], Any]) -> None:
+    """Run something on a stream of its own, as a capture does: what is allocated then is not mixed up with the rest."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
