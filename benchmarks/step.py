@@ -96,8 +96,8 @@ class Variant:
         )  # fmt: skip
 
 
-def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str) -> list[Cost]:
-    """Every variant, in rounds."""
+def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str) -> Iterator[list[Cost]]:
+    """What is known of every variant after each round."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random images teach a policy nothing
         variants = []
@@ -108,7 +108,7 @@ def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str) -> lis
         for _ in range(rounds):
             for variant in variants:
                 variant.round()
-    return [variant.cost() for variant in variants]
+            yield [variant.cost() for variant in variants]
 
 
 def table(costs: list[Cost]) -> str:
@@ -150,16 +150,17 @@ def main(argv: list[str] | None = None) -> None:
         (replace(base, channels=channels, batch=batch, sampler=sampler), one)
         for channels, batch, one, sampler in product(args.channels, args.batch, how, args.samplers)
     ]
-    with patch.object(trainer, "loaded", return_value=[images, images]):
-        costs = measure(variants, args.rounds, args.device)
     device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     setup: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "noiseclock": nc.__version__,
         "device": device, "rounds": args.rounds, "block": args.block, "size": args.size,
     }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"setup": setup, "costs": [asdict(cost) for cost in costs]}, indent=1) + "\n")
+    costs: list[Cost] = []
+    with patch.object(trainer, "loaded", return_value=[images, images]):
+        for costs in measure(variants, args.rounds, args.device):
+            if args.out:  # after every round, so that a run cut short has not been in vain
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps({"setup": setup, "costs": [asdict(cost) for cost in costs]}, indent=1) + "\n")
     print(f"\nAn update on {device}, torch {torch.__version__}, {args.size}x{args.size} images; medians of {args.rounds} rounds")
     print(table(costs))
 

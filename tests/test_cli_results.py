@@ -190,6 +190,7 @@ MISTAKES = {
     "compare digits --every 3": "noiseclock: evaluations every 3 updates do not end with the last of 2000; choose a divisor of it\n",
     "compare digits --every 0": "evaluations every 0 updates do not end with the last of 2000",
     "compare digits --samples -1": "noiseclock: samples must not be negative, got -1\n",
+    "compare digits --samples 3": "noiseclock: samples must be 0, or at least 4 to say anything about them, got 3\n",
     "compare digits --vlb-images -1": "noiseclock: vlb_images must not be negative, got -1\n",
     "compare digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
     "compare digits --lrr 3": "Perhaps you meant: --lr FLOAT",
@@ -322,10 +323,22 @@ def test_a_lost_worker_ends_the_comparison_at_once_and_the_next_one_goes_on(tmp_
     assert read(run).problems == []
 
 
+@pytest.mark.parametrize(("number", "status", "message"), [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "stopped")])
+def test_a_signal_ends_all_workers_with_checkpoints(number, status, message, tmp_path):
+    run = tmp_path / "run"
+    options = ["--samplers", "uniform", "min-snr", "--seeds", "1", "--every", "3000", "--jobs", "2"]
+    with Forked(alone, comparison(run, *options, settings=replace(TINY, updates=3000)), output=tmp_path / "said.txt") as process:
+        wait_until(lambda: len(list(run.glob("cells/*/log.jsonl"))) == 2 and log_of(run / "cells", "train") > 4, process, "updates of both")
+        os.kill(process.pid, number)
+        assert process.wait(120) == status
+    assert (tmp_path / "said.txt").read_text() == f"noiseclock: {message}; run the same command again to go on\n"
+    assert len(list(run.glob("cells/*/checkpoints/step-*"))) == 2
+
+
 def test_killed_twice_and_resumed_gives_the_same_results(tmp_path, capsys):
     """kill -9 between two evaluations of the first training, and in an evaluation of the second."""
     settings = replace(TINY, updates=12, dropout=0.1)
-    options = ["--samplers", "adaptive:every=2,stride=5", "lsm+min-snr", "--every", "4", "--seeds", "1", "--vlb-images", "4"]
+    options = ["--samplers", "adaptive:every=2,stride=5,lr=0.001", "lsm+min-snr", "--every", "4", "--seeds", "1", "--vlb-images", "4"]
     whole, run = (comparison(tmp_path / name, *options, settings=settings) for name in ("whole", "run"))
     said(capsys, *whole)
     cells = tmp_path / "run" / "cells"
@@ -352,7 +365,7 @@ def test_a_training_that_several_workers_come_across_counts_once(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(cli_results, "console", Console(file=shown, force_terminal=True, width=100))
     plan = replace(SMALL, seeds=(0,))
-    cli_results._followed([Event(cell, point={"step": 4}) for cell in plan.cells()] + [Event(cell) for cell in plan.cells()] * 2, plan)
+    cli_results._followed([Event(cell, point={"step": 4}) for cell in plan.cells()] + [Event(cell) for cell in plan.cells()] * 2, plan, 3)
     assert re.findall(r"(\d+) of 3 trainings", shown.getvalue())[-1] == "3"
     assert "100%" in shown.getvalue()
 

@@ -91,7 +91,7 @@ def compare(argv: list[str]) -> int:
     if options.merge:
         console.print(f"{merge(folder, options.merge)} trainings joined to {folder}")
     events = by_workers(plan, folder, options.jobs, shard=shard, device=device)
-    _followed(events, plan)
+    _followed(events, plan, len(plan.cells()[shard[0] :: shard[1]]))
     return _summary(folder)
 
 
@@ -115,9 +115,9 @@ def _shard(text: str) -> tuple[int, int]:
     return int(number) - 1, int(of)
 
 
-def _followed(events: Iterable[Event], plan: Plan) -> None:
-    """Show a comparison as it goes."""
-    updates, cells = plan.base.updates, len(plan.cells())
+def _followed(events: Iterable[Event], plan: Plan, cells: int) -> None:
+    """Show a comparison, or this machine's share of it, as it goes."""
+    updates = plan.base.updates
     reached: dict[Any, int] = {}
     finished = set()  # not a number: with several workers, each of them comes across a cell that one has finished
     columns = (BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))

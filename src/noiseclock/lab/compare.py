@@ -20,6 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -35,6 +36,7 @@ from noiseclock.lab.data import load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
+from noiseclock.lab.interrupt import listening
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe, entry_of
 from noiseclock.lab.results import OF_THE_CELL, VERSION
@@ -42,6 +44,7 @@ from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, train
 from noiseclock.lab.trained import opened
 
+LEAST_SAMPLES = 4  # precision and recall look at the third neighbour
 GROWS = ("methods", "seeds", "lrs")  # more of which may join a comparison
 
 
@@ -73,6 +76,8 @@ class Plan:
         for name in ("samples", "vlb_images"):
             if getattr(self, name) < 0:
                 raise Mistake(f"{name} must not be negative, got {getattr(self, name)}")
+        if 0 < self.samples < LEAST_SAMPLES:
+            raise Mistake(f"samples must be 0, or at least {LEAST_SAMPLES} to say anything about them, got {self.samples}")
         if self.every < 1 or self.base.updates % self.every:
             raise Mistake(f"evaluations every {self.every} updates do not end with the last of {self.base.updates}; choose a divisor of it")
         for cell in self.cells():
@@ -148,9 +153,13 @@ def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, i
     workers = [context.Process(target=_work, args=(events, threads, plan, folder, shard, device)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
-    try:
+    with ExitStack() as stack:
+        wish = stack.enter_context(listening())
+        stack.callback(_end, workers)
         working = jobs
         while working:
+            if wish.signal:
+                raise KeyboardInterrupt if wish.signal == signal.SIGINT else SystemExit(128 + wish.signal)
             if lost := [worker.exitcode for worker in workers if worker.exitcode]:
                 reason = ", perhaps for want of memory" if lost[0] == -signal.SIGKILL else ""
                 raise Failure(f"a worker ended with status {lost[0]}{reason}; run the same command again to go on")
@@ -166,11 +175,13 @@ def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, i
                 working -= 1
             else:
                 yield event
-    finally:
-        for worker in workers:
-            if worker.is_alive():
-                worker.terminate()  # it saves, and stops
-            worker.join()
+
+
+def _end(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            worker.terminate()  # it saves, and stops
+        worker.join()
 
 
 def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None) -> None:
