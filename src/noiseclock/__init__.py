@@ -21,6 +21,7 @@ from noiseclock.core.samplers import Beta, CosMap, Density, LogitNormal, Mode, S
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.uncertainty import Uncertainty
+from noiseclock.core.variance_optimal import VarianceOptimal
 from noiseclock.core.weightings import (
     P2,
     VLB,
@@ -79,6 +80,7 @@ __all__ = [
     "TruncatedSNR",
     "Uncertainty",
     "Uniform",
+    "VarianceOptimal",
     "Weighting",
     "likelihood",
     "measure",

@@ -325,7 +325,9 @@ class Clock:
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
         rows = self.probe_rows or len(x0)
-        self._probe = Probe(predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=rows)
+        self._probe = Probe(
+            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=rows, optimizer=self.optimizer
+        )
         self.sampler.before(self._probe)
         if self._probe.rows < rows:  # memory ran out, and would again
             self.probe_rows = self._probe.rows

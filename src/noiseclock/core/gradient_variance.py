@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch, Predict, at_least_float32, call, noised
 from noiseclock.core.checks import take_whole
+from noiseclock.core.directions import trained
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import between_known
 from noiseclock.core.objectives import squared_error
@@ -124,7 +125,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
     Parameters that require no gradient do not count, and `.grad` is afterwards what it was. The gradient of a sharded model (FSDP2) is the mean
     over its ranks, so m counts the samples of all of them.
     """
-    parameters = _trained(probe.modules)
+    parameters = trained(probe.modules)
     rows, m = len(probe.x0), half * _shards(parameters)
     # a compiled model would be compiled anew for m rows
     predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)
@@ -182,11 +183,3 @@ def _shards(parameters: list[nn.Parameter]) -> int:
 def _whole(x: Tensor) -> Tensor:
     """A sum over shards, on every rank."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def _trained(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that are trained, each once."""
-    parameters = list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
-    if not parameters:
-        raise ValueError("the model has no parameter that is trained")
-    return parameters

@@ -16,6 +16,7 @@ from noiseclock.core.objectives import OBJECTIVES, Objective, Preconditioned
 from noiseclock.core.samplers import Beta, CosMap, LogitNormal, Mode, Sampler, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
 from noiseclock.core.schedules import EDM, Betas, Cosine, Flow, Linear, Quadratic, ScaledLinear, Schedule
+from noiseclock.core.variance_optimal import VarianceOptimal
 from noiseclock.core.wrappers import Annealed, Mixture, Shifted, Truncated
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -36,6 +37,7 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "loss-history": LossHistory,
     "loss-ema": LossEMA,
     "gradient-variance": GradientVariance,
+    "variance-optimal": VarianceOptimal,
     "logit-normal": LogitNormal,
     "mode": Mode,
     "cosmap": CosMap,

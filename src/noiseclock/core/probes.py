@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Probe:
     x0 (B, ...), noise (N, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
     evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always `rows` samples at a time, so that nothing
     recompiles; as many as the noise unless given, which needs no more memory than a training step. Where memory runs out all the same, `rows`
-    is halved until it suffices.
+    is halved until it suffices. optimizer: what trains it, if that is known.
     """
 
     def __init__(
@@ -84,12 +85,20 @@ class Probe:
         modules: list[nn.Module],
         autocast: torch.dtype | None = None,
         rows: int | None = None,
+        optimizer: Any = None,
     ) -> None:
         # DDP's own forward would take part in its buffers' broadcasts; there is nothing to reduce in a probe
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
         self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
         self.modules, self.autocast, self.rows = modules, autocast, rows or len(noise)
+        self.optimizer = optimizer
+
+    def exact(self) -> Probe:
+        """The same without autocast, for differences that bfloat16 would swallow."""
+        other = copy(self)
+        other.autocast = None
+        return other
 
     def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) under the noises `noise_rows` (N,).

@@ -36,6 +36,7 @@ from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.measure import loss_over_time
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.uncertainty import Uncertainty
+from noiseclock.core.variance_optimal import VarianceOptimal
 from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import network, placed, sampled
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers
@@ -475,6 +476,8 @@ def state_of(sampler: Sampler) -> str:
         info = sampler.info
         quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
         return f"{info['probes']} probes{quality}, entropy {round(info['entropy'], 2) + 0.0:.2f}"
+    if isinstance(sampler, VarianceOptimal):
+        return f"{sampler.probes} probes, ρ {sampler.rho:.2f}, effective sample size {sampler.ess():.0%}"
     return f"effective sample size {sampler.ess():.0%}" if isinstance(sampler, LearnedDensity) and sampler.corrects else ""
 
 

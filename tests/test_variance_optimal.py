@@ -1,0 +1,353 @@
+"""The variance-optimal density: its estimate against exact gradients of single samples, its formulas, and that looking changes nothing."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import noiseclock as nc
+from gaussians import Denoiser, ring
+from noiseclock.core.batch import noised
+from noiseclock.core.directions import derivative, local, metric, normal, trained
+from noiseclock.core.objectives import squared_error
+
+# --- directions ---------------------------------------------------------------------------------------------------------------------------
+
+
+def stepped(make, steps=3):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = make(model)
+    for _ in range(steps):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_the_metric_of_adam_is_what_it_divides_by():
+    """Adam's next step is lr·m̂/(√v̂+ε): with betas (0, b) m̂ is the gradient itself, so P·gradient can be seen."""
+    model, optimizer = stepped(lambda m: torch.optim.Adam(m.parameters(), lr=0.01, betas=(0.0, 0.9), eps=1e-3))
+    model(torch.randn(4, 3)).square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moved = [b - p for b, p in zip(before, model.parameters(), strict=True)]
+    power, unknown = metric(optimizer, list(model.parameters()))
+    assert unknown == ""
+    for scale, gradient, change in zip(power, gradients, moved, strict=True):
+        assert torch.allclose(scale * gradient, change, rtol=1e-4, atol=1e-8)
+
+
+def test_the_metric_of_others():
+    model, optimizer = stepped(lambda m: torch.optim.SGD([{"params": [m.weight], "lr": 0.1}, {"params": [m.bias], "lr": 0.3}], momentum=0.9))
+    assert metric(optimizer, list(model.parameters())) == ([0.1, 0.3], "")
+    model, optimizer = stepped(lambda m: torch.optim.RMSprop(m.parameters()))
+    assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "the metric of RMSprop is not known")
+    assert metric(None, list(model.parameters())) == ([1.0, 1.0], "no optimiser is known; attach one to the clock")
+    # before its first update Adam has none; what it does not train does not move
+    model, optimizer = stepped(lambda m: torch.optim.Adam([m.weight]), steps=0)
+    assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "")
+    model, optimizer = stepped(lambda m: torch.optim.Adam([m.weight]))
+    assert metric(optimizer, list(model.parameters()))[0][1] == 0.0
+
+
+def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 3))
+    x = torch.randn(10, 4)
+    parameters = trained([model])
+    before = [p.detach().clone() for p in parameters]
+    direction = normal(parameters, [1.0] * len(parameters), seed=3)
+    found = derivative([model], direction, lambda: model(x).square().mean(1))
+    for i in range(10):
+        gradient = torch.autograd.grad(model(x[i : i + 1]).square().mean(), parameters)
+        along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
+        assert math.isclose(found[i], along, rel_tol=5e-3, abs_tol=1e-3)  # float32: losses of order 1 to seven digits, over h·d of about 1e-2
+    assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
+
+    def broken():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        derivative([model], direction, broken)
+    assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
+    with pytest.raises(ValueError, match=r"lost in parameters of torch\.bfloat16"):
+        derivative([nn.Linear(2, 2).to(torch.bfloat16)], [torch.ones(2, 2), torch.ones(2)], broken)
+
+
+# --- the estimate -------------------------------------------------------------------------------------------------------------------------
+
+
+def partly_trained(sampler, weighting="constant", steps=200, lr=2e-3):
+    """A denoiser of the ring, its data, and a clock that has followed it."""
+    torch.manual_seed(0)
+    model, data = Denoiser(width=32), ring()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    clock = nc.Clock("linear", sampler, weighting, seed=1).attach(optimizer, model=model)
+    points = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        b = clock.draw(data.sample(64, points), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, data, optimizer, clock
+
+
+def exact(model, data, optimizer, clock, bins, samples=400):
+    """(bins,) E‖w·∇ℓ‖²_P by a backward pass for each sample."""
+    parameters = list(model.parameters())
+    power, _ = metric(optimizer, parameters)
+    generator = torch.Generator().manual_seed(8)
+    found = torch.zeros(bins)
+    for b in range(bins):
+        time = (b + torch.rand(samples, generator=generator, dtype=torch.float64)) / bins
+        x0 = data.sample(samples, generator)
+        x_t, target = noised(clock.schedule, clock.objective, x0, torch.randn(x0.shape, generator=generator), time)
+        weight = clock.weighting(clock.schedule, time, clock.objective)
+        losses = squared_error(model(x_t, clock.schedule.condition(time)), target) * weight
+        for loss in losses:
+            gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
+            found[b] += sum(float((p * g.square()).sum()) for p, g in zip(power, gradient, strict=True)) / samples
+    return found
+
+
+@pytest.mark.parametrize("weighting", ["constant", "min-snr"])
+def test_the_estimate_is_the_mean_squared_gradient_of_single_samples(weighting):
+    bins, probes = 6, 1000
+    sampler = nc.VarianceOptimal(every=10**6, bins=bins, decay=0.9999, warmup=10**6)
+    model, data, optimizer, clock = partly_trained(sampler, weighting)
+    wanted = exact(model, data, optimizer, clock, bins)
+    points = torch.Generator().manual_seed(9)
+    clock.sampler._begin(clock.base, 1000)  # forget the probe of the untrained model
+    for _ in range(probes):
+        clock._updates += 1  # by which a probe draws its noise
+        clock.probe(data.sample(64, points), model)
+        clock.sampler.after(clock._probe, None)
+    found = clock.sampler.squared_norm
+    # √s: half the relative error of s, which is about √(2/probes) = 4.5 % from the directions and as much from the 400 samples of `exact`
+    ratio = (found / wanted).sqrt()
+    assert ratio.min() > 0.9
+    assert ratio.max() < 1.1
+    assert wanted.max() > 5 * wanted.min()  # and there was something to see
+
+
+def test_looking_changes_nothing():
+    class Odd(nn.Module):
+        """With all that could be disturbed: dropout, running statistics, a frozen part."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Dropout(0.5), nn.Linear(16, 2))
+            self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+
+        def forward(self, x_t, t):
+            return self.frozen * self.net(torch.cat([x_t, t[:, None] / 1000], 1))
+
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.VarianceOptimal(every=10**6)).attach(optimizer, model=model)
+    model(torch.randn(8, 2), torch.arange(8)).square().mean().backward()
+    optimizer.step()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    state, moments, random = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+    clock.probe(torch.randn(32, 2, generator=torch.Generator().manual_seed(1)), model)
+    clock.sampler.after(clock._probe, None)
+    assert clock.sampler.probes == 1
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    for (_, mine), (_, theirs) in zip(moments["state"].items(), optimizer.state_dict()["state"].items(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for gradient, p in zip(gradients, model.parameters(), strict=True):
+        assert (gradient is None and p.grad is None) or torch.equal(gradient, p.grad)
+    assert torch.equal(random, torch.get_rng_state())
+    assert model.training
+    assert model.net[1].training
+
+
+# --- the density --------------------------------------------------------------------------------------------------------------------------
+
+
+def fed(s, probes, *, scatter=0.0, base="uniform", seed=0, **options):
+    """A sampler that was shown squared gradients with the means s (bins,), whose probes scatter."""
+    generator = torch.Generator().manual_seed(seed)
+    clock = nc.Clock("linear", nc.VarianceOptimal(bins=len(s), **options), base=base, correct="importance")
+    sampler = clock.sampler
+    time = (torch.arange(len(s), dtype=torch.float64) + 0.5) / len(s)
+    for _ in range(probes):
+        noise = 1 + scatter * torch.randn(len(s), generator=generator, dtype=torch.float64)
+        sampler._fold(time, torch.tensor(s, dtype=torch.float64) * noise.abs())
+    return sampler
+
+
+def test_the_density_is_the_root_with_a_floor():
+    s = [16.0, 4.0, 1.0, 1.0]
+    sampler = fed(s, 10, floor=0.1)
+    root = torch.tensor(s, dtype=torch.float64).sqrt()
+    wanted = 0.9 * root / root.sum() + 0.1 / 4
+    assert torch.allclose(sampler.log_pmf(torch.arange(4), 4).exp(), wanted, rtol=1e-12)
+    assert sampler.rho == pytest.approx(2.0**2 / 5.5)  # (mean of 4, 2, 1, 1)² over the mean of s
+    assert sampler.ess() == pytest.approx(1 / float((1 / 16 / wanted).sum()))
+    assert set(sampler.info) == {"probes", "rho", "ess", "skipped"}
+
+
+def test_the_base_counts():
+    s = [16.0, 4.0, 1.0, 1.0]
+    sampler = fed(s, 10, base=nc.Beta(2.0, 5.0))
+    base = nc.Beta(2.0, 5.0).log_pmf(torch.arange(4), 4).exp()
+    price = base * torch.tensor(s, dtype=torch.float64).sqrt()
+    assert torch.allclose(sampler.log_pmf(torch.arange(4), 4).exp(), 0.9 * price / price.sum() + 0.1 * base, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("s", "probes", "options"),
+    [
+        ([16.0, 4.0, 1.0, 1.0], 9, {}),  # too few probes
+        ([1.5, 1.2, 1.0, 1.0], 50, {}),  # little to gain
+        ([16.0, 4.0, 1.0, 1.0], 50, {"gain": 0.5}),
+    ],
+)
+def test_it_stays_at_the_base_where_nothing_is_to_be_gained(s, probes, options):
+    assert torch.allclose(fed(s, probes, **options).log_pmf(torch.arange(4), 4).exp(), torch.full((4,), 0.25, dtype=torch.float64))
+
+
+def test_it_does_not_move_for_noise():
+    """Probes that scatter as (g·ξ)² of one direction does, and bins that are all alike: seen so often, few samplers leave the base."""
+    moved = 0
+    for seed in range(60):
+        sampler = fed([1.0] * 8, 12, scatter=1.4, seed=seed)
+        moved += not torch.allclose(sampler.log_pmf(torch.arange(8), 8).exp(), torch.full((8,), 0.125, dtype=torch.float64))
+    assert moved <= 6
+    assert not torch.allclose(fed([30.0, 9.0, 3.0, 1, 1, 1, 1, 1], 30, scatter=0.5).log_pmf(torch.arange(8), 8).exp(), torch.tensor(0.125).double())
+
+
+def test_estimates_that_are_not_finite_are_skipped_and_counted():
+    sampler = fed([16.0, 4.0, 1.0, 1.0], 20)
+    before = sampler.log_pmf(torch.arange(4), 4)
+    time = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sampler._fold(time, torch.tensor([math.nan, math.inf], dtype=torch.float64))
+    assert sampler.skipped == 2
+    assert torch.allclose(sampler.log_pmf(torch.arange(4), 4), before)
+
+
+def test_an_unknown_optimiser_is_said_once():
+    model = Denoiser(width=8)
+    clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(torch.optim.RMSprop(model.parameters()), model=model)
+
+    def train():
+        for _ in range(3):
+            b = clock.draw(ring().sample(16), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            clock.optimizer.step()
+
+    with pytest.warns(UserWarning, match="the metric of RMSprop is not known, so gradients are measured as they are") as told:
+        train()
+    assert len(told) == 1
+    assert clock.sampler.probes == 3
+
+
+def test_a_resumed_run_goes_on_alike():
+    def go_on(model, data, optimizer, clock, steps, seed):
+        points = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            b = clock.draw(data.sample(64, points), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return clock.sampler._buffers["pmf"].clone()
+
+    sampler = nc.VarianceOptimal(every=4, bins=8, warmup=3)
+    model, data, optimizer, clock = partly_trained(sampler, steps=80)
+    assert clock.sampler.probes == 20
+    assert clock.sampler.rho < 0.9
+    assert clock.sampler.ess() < 0.99  # it has moved
+    state, weights, moments = copy.deepcopy(clock.state_dict()), copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    wanted = go_on(model, data, optimizer, clock, 10, seed=3)
+    again = Denoiser(width=32)
+    again.load_state_dict(weights)
+    other = torch.optim.Adam(again.parameters(), lr=2e-3)
+    other.load_state_dict(moments)
+    resumed = nc.Clock("linear", sampler, seed=1).attach(other, model=again)
+    resumed.load_state_dict(state)
+    assert torch.equal(go_on(again, data, other, resumed, 10, seed=3), wanted)
+    assert resumed.state_dict()["sampler"].keys() == state["sampler"].keys()
+
+
+# --- several processes --------------------------------------------------------------------------------------------------------------------
+
+
+def priced(model, half: int, **place):
+    """(bins,) what three probes find on a rank's own half of the data."""
+    clock = nc.Clock("linear", nc.VarianceOptimal(bins=4), seed=2, **place).attach(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    x0 = ring().sample(64, torch.Generator().manual_seed(4))[32 * half :][:32]
+    for _ in range(3):
+        clock._updates += 1
+        clock.probe(x0, model)
+        clock.sampler.after(clock._probe, None)
+    return clock.sampler.squared_norm
+
+
+def told(seed: int = 0) -> Denoiser:
+    torch.manual_seed(seed)
+    return Denoiser(width=16)
+
+
+def _together(rank: int, port: int, results) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        results["shared", rank] = priced(nn.parallel.DistributedDataParallel(told()), rank)
+        model = told()
+        for layer in (*model.net, model):
+            if list(layer.parameters()):
+                fully_shard(layer)
+        before = [local(p).detach().clone() for p in model.parameters()]
+        parameters = trained([model])
+        direction = normal(parameters, [1.0] * len(parameters), seed=7)
+        whole = [DTensor.from_local(d, p.device_mesh, p.placements).full_tensor() for d, p in zip(direction, parameters, strict=True)]
+        x, t = torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(0, 800, 100)
+        results["sharded", rank] = derivative([model], direction, lambda: model(x, t).square().mean(1))
+        results["whole", rank] = derivative([alone := told()], whole, lambda: alone(x, t).square().mean(1))
+        results["restored", rank] = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes(free_port):
+    """With DDP the density is one, of all data; with FSDP2 each holds a part of the parameters, and the derivative is that of the whole."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_together, args=(free_port, results), nprocs=2)
+        found = dict(results)
+    alone = [priced(told(), rank, rank=rank, world_size=2) for rank in range(2)]
+    assert torch.equal(found["shared", 0], found["shared", 1])
+    assert torch.allclose(found["shared", 0], (alone[0] + alone[1]) / 2, rtol=1e-4)
+    assert not torch.allclose(alone[0], alone[1], rtol=0.01)
+    for rank in range(2):
+        assert found["restored", rank]
+        assert torch.allclose(found["sharded", rank], found["whole", rank], rtol=2e-3, atol=1e-3)
+    assert found["whole", 0].abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nc.VarianceOptimal(every=0), "every must be a whole number of at least 1"),
+        (lambda: nc.VarianceOptimal(bins=1), "bins must be a whole number of at least 2"),
+        (lambda: nc.VarianceOptimal(decay=1.0), r"decay must lie in \[0, 1\)"),
+        (lambda: nc.VarianceOptimal(gain=0.0), r"gain in \(0, 1\]"),
+        (lambda: nc.VarianceOptimal(floor=0.0), "floor must lie between 0 and 1"),
+    ],
+)
+def test_mistakes_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
