@@ -18,8 +18,19 @@ from torch import Tensor, nn
 from noiseclock.core.batch import call
 from noiseclock.core.probes import autocast_dtype
 from noiseclock.lab.ema import EMA
+from noiseclock.lab.recipes import Recipe
 
 WARMUP = 3  # runs before a capture: they compile, choose kernels and make the optimiser's state
+
+
+def why_not_captured(recipe: Recipe, device: torch.device, world: int, shard: bool) -> str:
+    """The reason why an update cannot be one CUDA graph; empty where it can."""
+    reasons = {
+        f"this runs on {device.type}": device.type != "cuda",
+        "there are several processes, which wait for each other between forward and step": world > 1 or shard,
+        f"an update has {recipe.accumulate} micro-batches": recipe.accumulate > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 class Numbers(NamedTuple):

@@ -30,16 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.batch import call
-from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.measure import loss_over_time
-from noiseclock.core.samplers import Sampler
 from noiseclock.core.uncertainty import Uncertainty
-from noiseclock.core.variance_optimal import VarianceOptimal
 from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import network, placed, sampled
-from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers
+from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
 from noiseclock.lab.data import Files, Images, batches, head, load
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
@@ -50,6 +46,7 @@ from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.recipes import FIXED, Recipe
 from noiseclock.lab.shards import blocks, spread, whole
 from noiseclock.lab.surroundings import surroundings
+from noiseclock.lab.wording import state_of
 
 VALIDATION, TIMES = 128, 50  # held-out images, and times at which their loss is taken
 GRID = 64  # samples in a picture
@@ -62,7 +59,8 @@ class Record:
 
     step: its number, from 1. loss: the mean weighted loss of all ranks. norm: of the gradient, before clipping. lr: the learning rate. images: seen
     so far by all ranks. seconds: of training so far; validation, samples and checkpoints do not count. skipped: updates lost so far because the
-    loss or its gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update.
+    loss or its gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update; and so are loss, norm and
+    skipped where updates are captured (`lab/captured.py`).
     """
 
     step: int
@@ -216,6 +214,8 @@ class Run:
 
     def save(self, log: Log | None) -> None:
         """Write a checkpoint; all ranks must."""
+        if self._captured is not None:
+            self.skipped = self._captured.read().skipped
         state = self._state()
         with all_or_none(self.accelerator):
             if log is not None:  # on rank 0
@@ -458,27 +458,6 @@ def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Images | Files]:
             if accelerator.is_main_process == main_process:
                 found = [load(recipe.data, split=split, size=recipe.size) for split in ("train", "test")]
     return found
-
-
-def why_not_captured(recipe: Recipe, device: torch.device, world: int, shard: bool) -> str:
-    """The reason why an update cannot be one CUDA graph; empty where it can."""
-    reasons = {
-        f"this runs on {device.type}": device.type != "cuda",
-        "there are several processes, which wait for each other between forward and step": world > 1 or shard,
-        f"an update has {recipe.accumulate} micro-batches": recipe.accumulate > 1,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def state_of(sampler: Sampler) -> str:
-    """What a sampler has learned, in a few words; reads the device."""
-    if isinstance(sampler, Adaptive):
-        info = sampler.info
-        quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
-        return f"{info['probes']} probes{quality}, entropy {round(info['entropy'], 2) + 0.0:.2f}"
-    if isinstance(sampler, VarianceOptimal):
-        return f"{sampler.probes} probes, ρ {sampler.rho:.2f}, effective sample size {sampler.ess():.0%}"
-    return f"effective sample size {sampler.ess():.0%}" if isinstance(sampler, LearnedDensity) and sampler.corrects else ""
 
 
 @contextmanager

@@ -1,19 +1,23 @@
-"""Samplers, weightings and schedules as one word on a command line: `name` or `name:option=value,option=value`.
+"""Samplers, weightings and schedules as one word on a command line: `name` or `name:option=value,option=value`; and in a few, what one has learned.
 
 speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-normal,k=3      scaled-linear:beta_end=0.0195
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.checks import resolve
+from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.names import SAMPLERS, SCHEDULES
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.uncertainty import Uncertainty
+from noiseclock.core.variance_optimal import VarianceOptimal
 from noiseclock.core.weightings import WEIGHTINGS, Weighting
 from noiseclock.lab.errors import Mistake, choose
 
@@ -93,3 +97,14 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def state_of(sampler: Sampler) -> str:
+    """What a sampler has learned, in a few words; reads the device."""
+    if isinstance(sampler, Adaptive):
+        info = sampler.info
+        quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
+        return f"{info['probes']} probes{quality}, entropy {round(info['entropy'], 2) + 0.0:.2f}"
+    if isinstance(sampler, VarianceOptimal):
+        return f"{sampler.probes} probes, ρ {sampler.rho:.2f}, effective sample size {sampler.ess():.0%}"
+    return f"effective sample size {sampler.ess():.0%}" if isinstance(sampler, LearnedDensity) and sampler.corrects else ""
