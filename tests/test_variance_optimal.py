@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from gaussians import Denoiser, ring
 from noiseclock.core.batch import noised
 from noiseclock.core.directions import derivative, local, metric, normal, trained
 from noiseclock.core.objectives import squared_error
+from test_measure import FOUR_STEPS, STEPS, Separate, closed_form, data
 
 # --- directions ---------------------------------------------------------------------------------------------------------------------------
 
@@ -280,6 +282,27 @@ def test_a_resumed_run_goes_on_alike():
     resumed.load_state_dict(state)
     assert torch.equal(go_on(again, data, other, resumed, 10, seed=3), wanted)
     assert resumed.state_dict()["sampler"].keys() == state["sampler"].keys()
+
+
+def test_where_the_answer_is_known_it_is_found():
+    """Four steps with a parameter each, whose E‖g‖² has a closed form: the density is its root, above the floor."""
+    model = Separate(values := (0.1, 0.4, 0.7, 1.0))
+    clock = nc.Clock(FOUR_STEPS, nc.VarianceOptimal(every=1, bins=STEPS, decay=0.99, floor=0.1, gain=1.0))
+    clock.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    root = np.sqrt(closed_form(FOUR_STEPS, np.array(values))[2])
+    wanted = 0.9 * root / root.sum() + 0.1 / STEPS
+    apart = []
+    for _ in range(200):
+        b = clock.draw(data(256), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        clock.optimizer.step()
+        apart.append(np.abs(clock.plot_data().p / STEPS - wanted).sum() / 2)
+    uniform = np.abs(0.25 - wanted).sum() / 2
+    assert apart[0] == pytest.approx(uniform, rel=1e-6)  # it waits
+    assert uniform > 0.05
+    # a direction has 64 numbers for each step, so a probe knows s to √(2/64), and the last hundred its root to 1 %
+    assert np.mean(apart[20:40]) < uniform / 4
+    assert apart[-1] < uniform / 8
 
 
 # --- several processes --------------------------------------------------------------------------------------------------------------------

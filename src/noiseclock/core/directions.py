@@ -40,13 +40,14 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
         optimizer = optimizer.optimizer
     if isinstance(optimizer, torch.optim.SGD):
         rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-        return [rates.get(id(p), 0.0) for p in parameters], ""
+        found = [rates.get(id(p), 0.0) for p in parameters]
+        return (list(found) if any(found) else unit), ""
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         known = "no optimiser is known; attach one to the clock" if optimizer is None else f"the metric of {type(optimizer).__name__} is not known"
         return unit, known
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    found = [_adam(groups.get(id(p)), optimizer.state.get(p, {}), p) for p in parameters]
-    return (found, "") if any(isinstance(part, Tensor) for part in found) else (unit, "")
+    scales = [_adam(groups.get(id(p)), optimizer.state.get(p, {}), p) for p in parameters]
+    return (scales, "") if any(isinstance(scale, Tensor) for scale in scales) else (unit, "")
 
 
 def _adam(group: Any, state: Any, p: Tensor) -> Tensor | float:
