@@ -11,7 +11,7 @@ from noiseclock.core.weightings import WEIGHTINGS
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 INNER = {"shifted", "truncated", "mixture", "annealed"}
-LEARNED = {"adaptive", "loss-second-moment", "loss-history", "loss-ema", "gradient-variance"}
+LEARNED = {"adaptive", "loss-second-moment", "loss-history", "loss-ema", "gradient-variance", "variance-optimal", "lookahead"}
 FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS if name not in LEARNED]
 every_sampler = pytest.mark.parametrize("sampler", FIXED, ids=repr)
 
@@ -90,7 +90,14 @@ def test_a_captured_step_draws_and_learns_as_an_eager_one(sampler):
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
 
 
-LEARNING = [nc.Adaptive(every=2, stride=100), nc.LossSecondMoment(warmup=1), nc.LossSecondMoment.published(), nc.LossEMA(warmup=1)]
+LEARNING = [
+    nc.Adaptive(every=2, stride=100),
+    nc.LossSecondMoment(warmup=1),
+    nc.LossSecondMoment.published(),
+    nc.LossEMA(warmup=1),
+    nc.VarianceOptimal(every=2, bins=4, warmup=2, gain=1.0),
+    nc.Lookahead(every=2, bins=4, warmup=2),
+]
 
 
 class Small(nn.Module):

@@ -12,6 +12,7 @@ from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.clock import Clock, PlotData
 from noiseclock.core.gradient_variance import GradientVariance
 from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.lookahead import Lookahead
 from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
 from noiseclock.core.names import sampler, schedule
 from noiseclock.core.objectives import objective
@@ -61,6 +62,7 @@ __all__ = [
     "LogNormal",
     "LogSNRNormal",
     "LogitNormal",
+    "Lookahead",
     "LossEMA",
     "LossHistory",
     "LossSecondMoment",

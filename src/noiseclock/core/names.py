@@ -11,6 +11,7 @@ from torch import Tensor
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.checks import resolve
 from noiseclock.core.gradient_variance import GradientVariance
+from noiseclock.core.lookahead import Lookahead
 from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
 from noiseclock.core.objectives import OBJECTIVES, Objective, Preconditioned
 from noiseclock.core.samplers import Beta, CosMap, LogitNormal, Mode, Sampler, Uniform
@@ -38,6 +39,7 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "loss-ema": LossEMA,
     "gradient-variance": GradientVariance,
     "variance-optimal": VarianceOptimal,
+    "lookahead": Lookahead,
     "logit-normal": LogitNormal,
     "mode": Mode,
     "cosmap": CosMap,

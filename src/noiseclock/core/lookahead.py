@@ -1,0 +1,120 @@
+"""Which noise levels help the objective that is meant: the first-order utility of a sample.
+
+An update by the sample i alone, -η·P·g_i, lowers a target J by u_i = η·g_i·P∇J to first order. By symmetry that is the derivative of the sample's
+own loss along d = η·P∇J: so one gradient of J and two forward passes price a whole batch (`core/directions.py`). c(t) = E[u | t] tells, in units of
+J per update, which times help and which hurt.
+
+The priced samples must not be among those that gave ∇J. Where they are, E u_i has ‖g_i‖²_P/n on top, the influence of a sample on itself, which has
+nothing to do with what it does for others.
+
+c(t) is first of all a diagnostic. As a density it has no optimum of its own: the gain is linear in p, and would put all mass on one time. So
+`Lookahead` takes a power of it, above a floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noiseclock.core import ranks
+from noiseclock.core.batch import Predict, call, noised
+from noiseclock.core.checks import choose, take_finite
+from noiseclock.core.directions import derivative, metric, sharded, trained
+from noiseclock.core.objectives import squared_error
+from noiseclock.core.priced import Priced, evenly
+from noiseclock.core.probes import Probe, take_rows, undisturbed
+from noiseclock.core.samplers import Setting
+from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
+
+TARGETS: dict[str, Callable[[], Weighting]] = {"simple": lambda: Constant(on="eps"), "min-snr": MinSNR, "vlb": VLB}
+
+
+def utility(probe: Probe, weighting: Weighting, target: Weighting, *, number: int = 0) -> tuple[Tensor, Tensor]:
+    """Times (n,), and for a sample at each the decrease of the target that an update by it alone brings, (n,), float64.
+
+    The first half of the probe's batch gives ∇J, J = E over uniform times of the target's weight times the loss; the other half, with noise of its
+    own, is priced by the loss that is trained, `weighting` included. number: of the probe, by which times move on.
+    """
+    size = len(probe.x0)
+    if size < 4:
+        raise ValueError(f"a utility needs a batch of at least four samples, two to ask and two to price, got {size}")
+    device = probe.x0.device
+    rows = torch.arange(size, device=device)
+    asked, priced = rows[: size // 2], rows[size // 2 :]
+    assert not set(asked.tolist()) & set(priced.tolist())
+    parameters = trained(probe.modules)
+    exact = probe.exact()
+    gradient = _gradient(exact, target, evenly(len(asked), number + 0.5, device), asked)
+    power, _ = metric(probe.optimizer, parameters)
+    direction = [g * (scale.to(g.dtype) if isinstance(scale, Tensor) else scale) for g, scale in zip(gradient, power, strict=True)]
+    time = evenly(len(priced), number, device)
+    weight = weighting(probe.schedule, time, probe.objective)
+    return time, derivative(probe.modules, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight
+
+
+def _gradient(probe: Probe, target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
+    """∇J of some samples, the mean over all ranks; `.grad` stays as it is."""
+    parameters = trained(probe.modules)
+    if sharded(parameters):
+        raise ValueError("a utility needs the gradient of a model that is whole, and this one is sharded")
+    predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)
+    weight = target(probe.schedule, time, probe.objective)
+    total = [torch.zeros_like(p) for p in parameters]
+    with undisturbed(probe.modules, probe.x0.device):
+        for start in range(0, len(rows), probe.rows):
+            chosen, at = rows[start : start + probe.rows], time[start : start + probe.rows]
+            x_t, wanted = noised(probe.schedule, probe.objective, probe.x0[chosen], probe.noise[chosen], at)
+            with torch.enable_grad(), torch.autocast(probe.x0.device.type, enabled=False):
+                prediction = call(predict, x_t, probe.schedule.condition(at), take_rows(probe.cond, chosen, len(probe.x0)))
+                loss = (squared_error(prediction, wanted) * weight[start : start + probe.rows]).sum() / len(rows)
+                found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            total = [t + f for t, f in zip(total, found, strict=True)]
+    ranks.average_(total)
+    return total
+
+
+@dataclass
+class Lookahead(Priced):
+    """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·max(c, 0)^power: more of what helps the target.
+
+    target: "simple" (the plain error of the noise), "min-snr", "vlb", or a weighting. every: optimiser updates between probes, each a gradient of
+    half a batch and two forward passes of the other. bins: of time. decay: of old estimates with each probe. warmup: probes before it moves. power:
+    0 stays at the base, 1 samples in proportion to the utility. `curve` is c(t) and its standard error.
+    """
+
+    target: str | Weighting = "simple"
+    every: int = 40
+    bins: int = 32
+    decay: float = 0.95
+    floor: float = 0.2
+    warmup: int = 20
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_finite(self, "power")
+        if not 0 <= self.power <= 1:
+            raise ValueError(f"Lookahead: power must lie in [0, 1], got {self.power}")
+        if isinstance(self.target, str):
+            choose("target of Lookahead", self.target, TARGETS)
+
+    @property
+    def corrects(self) -> bool:
+        return False
+
+    def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
+        target = TARGETS[self.target]() if isinstance(self.target, str) else self.target
+        return utility(probe, setting.weighting, target, number=number)
+
+    def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
+        clear = price.var() > self._errors().mean()
+        return self._base_cells() * price.clamp(min=0) ** self.power, clear
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What a log should show."""
+        return {"probes": self.probes, "ess": self.ess(), "skipped": self.skipped}

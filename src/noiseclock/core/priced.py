@@ -1,0 +1,129 @@
+"""Densities that are learned from prices: what samples at times spread evenly over [0, 1] are worth, measured by a probe now and then.
+
+A price is noisy, so bins of time keep the mean over many probes, fading, with the spread between probes as its error: samples of one probe share its
+direction, and are no independent witnesses.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from noiseclock.core import ranks
+from noiseclock.core.batch import Batch
+from noiseclock.core.checks import take_finite, take_whole
+from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.loss_based import ENOUGH, between_known
+from noiseclock.core.probes import Probe
+from noiseclock.core.samplers import TINY, Setting
+from noiseclock.core.table import cell, wide
+
+GOLDEN = 0.6180339887498949  # steps of which fill the unit interval evenly, however many there are
+
+
+def evenly(n: int, number: float, device: torch.device) -> Tensor:
+    """(n,) times, one in each n-th of [0, 1], that move on from probe to probe."""
+    return (torch.arange(n, device=device, dtype=wide(device)) + (number * GOLDEN) % 1) / n
+
+
+class Priced(LearnedDensity):
+    """Subclasses are dataclasses with these fields. To write one: measure prices in `_price`, and say in `_density` what follows from them.
+
+    every: optimiser updates between probes. bins: of time. decay: of old prices with each probe. warmup: probes before the density moves.
+    """
+
+    every: int
+    bins: int
+    decay: float
+    warmup: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_whole(self, "every", "warmup", least=1)
+        take_whole(self, "bins", least=2)
+        take_finite(self, "decay")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"{type(self).__name__}: decay must lie in [0, 1), got {self.decay}")
+        self._setting: Setting | None = None
+        self._begin()
+
+    @abstractmethod
+    def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
+        """Times (n,), and the price of a sample at each (n,), float64; `number` counts the probes."""
+
+    @abstractmethod
+    def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
+        """(bins,) what to draw in proportion to, given the mean prices (bins,), and whether to (0-d, bool)."""
+
+    @property
+    def cells(self) -> int:
+        return self.bins
+
+    def bind(self, setting: Setting) -> Self:
+        bound: Self = replace(self)  # type: ignore[type-var]  # every subclass is a dataclass
+        bound._setting = setting
+        bound._begin(setting.base, setting.schedule.steps or 0)
+        return bound
+
+    def _statistics(self) -> dict[str, Tensor]:
+        # rows of `faded`: probes that reached the bin, the sum of their means, and of the squares of these; all fade together
+        none = torch.zeros((), dtype=torch.int64, device="cpu")
+        return {"faded": torch.zeros(3, self.bins, dtype=torch.float64, device="cpu"), "skipped": none, "probes": none.clone()}
+
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe
+        self._move_(losses.device)
+
+    def after(self, probe: Probe, batch: Batch) -> None:
+        """Look after the update and not before it: a first Adam has no metric yet then."""
+        if self._setting is None:
+            raise ValueError(f"{type(self).__name__} learns from a Clock: use it as nc.Clock(schedule, nc.{type(self).__name__}(), ...)")
+        self._move_(probe.x0.device)
+        self._fold(*self._price(probe, self._setting, self.probes))
+
+    @torch.no_grad()
+    def _fold(self, time: Tensor, price: Tensor) -> None:
+        """One probe's prices (n,) at times (n,), of all ranks."""
+        finite = price.isfinite()
+        rows = torch.stack([finite.to(price.dtype), torch.where(finite, price, 0.0)])
+        count, total = ranks.total(price.new_zeros(2, self.bins).index_add_(1, cell(time, self.bins), rows))
+        self._buffers["skipped"].add_(ranks.total((~finite).sum()))
+        self._buffers["probes"].add_(1)
+        mean, faded = total / count.clamp(min=1), self._buffers["faded"]
+        faded.copy_(torch.where(count > 0, faded * self.decay + torch.stack([torch.ones_like(mean), mean, mean.square()]), faded))
+        known = (self._base_cells() * (faded[0] > 0)).sum() >= ENOUGH
+        wanted, willing = self._density(self._prices())
+        self.set_density_(wanted, willing & known & (self._buffers["probes"] >= self.warmup))
+        self._check_health(self._buffers["skipped"])
+
+    def _prices(self) -> Tensor:
+        """(bins,) mean prices, with what is missing filled in from the neighbours."""
+        count, total, _ = self._buffers["faded"]
+        return between_known(total / count.clamp(min=TINY), count > 0)
+
+    def _errors(self) -> Tensor:
+        """(bins,) their squared standard errors, over probes."""
+        count, total, squares = self._buffers["faded"]
+        known = count.clamp(min=TINY)
+        scatter = (squares / known - (total / known).square()).clamp(min=0)
+        errors: Tensor = scatter / count.clamp(min=1)
+        return errors
+
+    @property
+    def probes(self) -> int:
+        """How many there were; reads the device."""
+        return int(self._buffers["probes"])
+
+    @property
+    def skipped(self) -> int:
+        """How many prices on all ranks were not finite; reads the device."""
+        return int(self._buffers["skipped"])
+
+    @property
+    def curve(self) -> tuple[Tensor, Tensor]:
+        """(bins,) mean prices and their standard errors, float64, on the CPU; 0 where there is none yet."""
+        return (self._buffers["faded"][1] / self._buffers["faded"][0].clamp(min=TINY)).cpu().double(), self._errors().sqrt().cpu().double()

@@ -1,0 +1,153 @@
+"""The first-order utility of times: against exact gradients, its bias where it prices what it asked, and the density that follows from it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import noiseclock as nc
+from gaussians import Denoiser, ring
+from noiseclock.core.batch import noised
+from noiseclock.core.directions import derivative
+from noiseclock.core.lookahead import TARGETS, _gradient, utility
+from noiseclock.core.objectives import squared_error
+from noiseclock.core.priced import evenly
+
+BINS = 5
+
+
+def trained_a_little(sampler="uniform", weighting="constant"):
+    """A denoiser of the ring after ten updates, when gradients still have a mean, and a clock whose SGD makes the metric plain."""
+    torch.manual_seed(0)
+    model, data = Denoiser(width=24), ring()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    clock = nc.Clock("linear", "uniform", seed=1)
+    points = torch.Generator().manual_seed(5)
+    for _ in range(10):
+        b = clock.draw(data.sample(64, points))
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    clock = nc.Clock("linear", sampler, weighting, seed=2).attach(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+    return model, data, clock
+
+
+def gradient_at(model, data, clock, time, weighting, generator):
+    """The gradient of the mean weighted loss of fresh samples at times (n,)."""
+    x0 = data.sample(len(time), generator)
+    x_t, target = noised(clock.schedule, clock.objective, x0, torch.randn(x0.shape, generator=generator), time)
+    loss = squared_error(model(x_t, clock.schedule.condition(time)), target) * weighting(clock.schedule, time, clock.objective)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss.mean(), list(model.parameters()))])
+
+
+def probes_of(clock, model, data, count, size=64):
+    points = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        clock._updates += 1  # by which a probe draws its noise
+        clock.probe(data.sample(size, points), model)
+        yield clock._probe
+
+
+@pytest.mark.parametrize(("weighting", "target"), [("constant", "simple"), ("min-snr", "min-snr")])
+def test_the_utility_is_the_gradient_along_that_of_the_target(weighting, target):
+    """E u at t is E g_t · P∇J, both of them means over fresh samples: the two halves of a batch know nothing of each other."""
+    model, data, clock = trained_a_little(weighting=weighting)
+    generator, many = torch.Generator().manual_seed(9), 40_000
+    whole = gradient_at(model, data, clock, evenly(many, 0.3, torch.device("cpu")), TARGETS[target](), generator)
+    wanted = []
+    for b in range(BINS):
+        time = (b + evenly(many // 4, 0.3, torch.device("cpu"))) / BINS
+        wanted.append(float(gradient_at(model, data, clock, time, clock.weighting, generator) @ whole))
+    wanted = torch.tensor(wanted, dtype=torch.float64)
+    sums, squares, count = torch.zeros(BINS).double(), torch.zeros(BINS).double(), 700
+    for number, probe in enumerate(probes_of(clock, model, data, count)):
+        time, found = utility(probe, clock.weighting, TARGETS[target](), number=number)
+        mean = torch.stack([found[(time * BINS).long() == b].mean() for b in range(BINS)])
+        sums, squares = sums + mean, squares + mean.square()
+    mean, error = sums / count, ((squares / count - (sums / count).square()) / count).sqrt()
+    # within three standard errors, and those within a tenth of the largest utility
+    assert ((mean - wanted).abs() < 3 * error + 0.01 * wanted.abs().max()).all(), (mean, wanted, error)
+    assert ((mean - wanted).abs() < 0.1 * wanted.abs().max()).all(), (mean, wanted)
+
+
+def test_samples_that_gave_the_gradient_are_priced_too_high():
+    """By ‖g_i‖²/n each: a sample is a part of what it is compared with."""
+    model, data, clock = trained_a_little()
+    simple, parameters = TARGETS["simple"](), list(model.parameters())
+    same, apart, own = 0.0, 0.0, 0.0
+    for number, probe in enumerate(probes_of(clock, model, data, 200, size=32)):
+        rows, time = torch.arange(16), evenly(16, number, torch.device("cpu"))
+        direction = _gradient(probe, simple, time, rows)
+        same += float(derivative([model], direction, lambda p=probe, t=time, r=rows: p.losses(t, r)).mean())
+        apart += float(derivative([model], direction, lambda p=probe, t=time, r=rows + 16: p.losses(t, r)).mean())
+        x_t, target = noised(clock.schedule, clock.objective, probe.x0[:16], probe.noise[:16], time)
+        for loss in squared_error(model(x_t, clock.schedule.condition(time)), target):
+            own += sum(float(g.square().sum()) for g in torch.autograd.grad(loss, parameters, retain_graph=True)) / 16 / 16
+    assert same - apart == pytest.approx(own, rel=0.2)  # 200 probes; the parts in common differ by chance
+    assert same > 1.5 * apart
+
+
+def test_looking_changes_nothing():
+    model, data, clock = trained_a_little("lookahead")
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()], torch.get_rng_state()
+    for probe in probes_of(clock, model, data, 2):
+        clock.sampler.after(probe, None)
+    assert clock.sampler.probes == 2
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before[0].items())
+    assert all(torch.equal(grad, p.grad) for grad, p in zip(before[1], model.parameters(), strict=True))
+    assert torch.equal(before[2], torch.get_rng_state())
+    assert model.training
+
+
+def fed(c, probes, **options):
+    sampler = nc.Clock("linear", nc.Lookahead(bins=len(c), **options)).sampler
+    for _ in range(probes):
+        sampler._fold((torch.arange(len(c)).double() + 0.5) / len(c), torch.tensor(c, dtype=torch.float64))
+    return sampler
+
+
+def test_the_density_is_a_power_of_what_helps_above_a_floor():
+    sampler = fed([4.0, 1.0, 0.0, -2.0], 20, floor=0.2, power=0.5)
+    wanted = 0.8 * torch.tensor([2.0, 1.0, 0.0, 0.0]).double() / 3 + 0.05
+    assert torch.allclose(sampler.log_pmf(torch.arange(4), 4).exp(), wanted, rtol=1e-9)
+    assert not nc.Clock("linear", nc.Lookahead()).corrected
+    mean, error = sampler.curve
+    assert torch.allclose(mean, torch.tensor([4.0, 1.0, 0.0, -2.0]).double())
+    assert error.max() < 1e-6
+    for still in (fed([4.0, 1.0, 0.0, -2.0], 19), fed([-1.0, -1.5, -2.0, -1.0], 30)):  # too early; nothing helps
+        assert torch.allclose(still.log_pmf(torch.arange(4), 4).exp(), torch.full((4,), 0.25).double())
+
+
+def test_it_learns_in_a_loop_and_is_saved():
+    torch.manual_seed(0)
+    model, data = Denoiser(width=16), ring()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    clock = nc.Clock("linear", nc.Lookahead(target=nc.MinSNR(5), every=2, bins=6, warmup=5), seed=4).attach(optimizer, model=model)
+    for _ in range(60):
+        b = clock.draw(data.sample(32), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert clock.sampler.info["probes"] == 30
+    assert clock.sampler.curve[0].max() > 0
+    other = nc.Clock("linear", nc.Lookahead(target=nc.MinSNR(5), every=2, bins=6, warmup=5), seed=4)
+    other.load_state_dict(clock.state_dict())
+    assert torch.equal(other.sampler._buffers["pmf"], clock.sampler._buffers["pmf"])
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="unknown target of Lookahead 'fid'; known: min-snr, simple, vlb"):
+        nc.Lookahead(target="fid")
+    with pytest.raises(ValueError, match=r"power must lie in \[0, 1\]"):
+        nc.Lookahead(power=2.0)
+    model, _, clock = trained_a_little("lookahead")
+    clock.probe(torch.zeros(3, 2), model)
+    with pytest.raises(ValueError, match="at least four samples"):
+        clock.sampler.after(clock._probe, None)
+    sampler = nc.Lookahead()
+    with pytest.raises(ValueError, match="Lookahead learns from a Clock"):
+        sampler.after(clock._probe, None)
+    assert isinstance(model, nn.Module)
