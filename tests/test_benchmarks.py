@@ -6,7 +6,9 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 ROOT = Path(__file__).parents[1] / "benchmarks"
@@ -66,3 +68,22 @@ def test_generate_measures_every_batch(tmp_path, capsys):
     assert [cost["batch"] for cost in costs] == [2, 4]
     assert all(cost["samples_a_second"] == pytest.approx(4 / cost["seconds"]) for cost in costs)
     assert "4 samples in 2 DDIM steps" in capsys.readouterr().out
+
+
+def test_signals_are_described_by_their_bins(tmp_path, capsys):
+    script = runpy.run_path(str(ROOT / "signals.py"))
+    bins = np.repeat(np.arange(10), 50)
+    noise = np.random.default_rng(0).normal(size=500)
+    clear = script["described"](bins, bins + noise, np.arange(10.0))
+    assert clear["F"] == pytest.approx(scipy.stats.f_oneway(*(bins + noise).reshape(10, 50)).statistic)
+    assert clear["rank"] == pytest.approx(1)
+    assert clear["R2"] == pytest.approx(np.var(np.arange(10)) / (np.var(np.arange(10)) + 1), abs=0.03)
+    assert script["described"](bins, noise, np.arange(10.0))["F"] < 3
+    same = script["against"](np.array([1.0, 2.0, 4.0]), np.array([2.0, 4.0, 8.0]))
+    assert (same["rank"], same["worst"]) == pytest.approx((1.0, 0.0), abs=1e-12)
+    out = tmp_path / "signals.json"
+    script["main"](["--updates", "2", "--probes", "2", "--samples", "4", "--batch", "16", "--channels", "4", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert set(found["signals"]) == {"released", "paper", "utility"}
+    assert len(found["truth"]) == len(found["exact"]) == 10
+    assert "rank with the truth" in capsys.readouterr().out

@@ -1,0 +1,255 @@
+"""How much each measure of "which times are worth training" says, on one partly trained model.
+
+    python benchmarks/signals.py --updates 300 --probes 60 --out signals.json    # digits, minutes on 2 cores
+
+Signals for single draws, by ten bins of their time: F and R² of an analysis of variance, and Spearman's rank correlation of the bins' means with
+the truth. The truth is the real decrease of the target, the plain loss over all times on other images, after one small step in the optimiser's metric
+along the gradient of a bin alone.
+
+    released      the authors' reward: fall of three losses over a batch's update, with fresh noise after it
+    paper         the same with the same noise on both sides
+    utility       first-order, on samples that had no part in the target's gradient (nc.Lookahead)
+
+Prices of bins, against E‖g‖² in the optimiser's metric from a backward pass for each sample:
+
+    directions    squared derivatives along random directions (nc.VarianceOptimal), and √ of their mean
+    losses        √E[loss²], which costs nothing (nc.LossSecondMoment)
+
+(The plural in the file's name: Python would take benchmarks/signal.py for its own module of that name.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.stats
+import torch
+from torch import Tensor, nn
+
+import noiseclock as nc
+from noiseclock.core.batch import noised
+from noiseclock.core.directions import metric, trained
+from noiseclock.core.lookahead import TARGETS, utility
+from noiseclock.core.objectives import squared_error
+from noiseclock.lab.data import batches, load
+from noiseclock.lab.models import build
+
+BINS = 10
+
+
+class Bench:
+    """A model that was trained a little with Adam, and the data."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        torch.manual_seed(args.seed)
+        data = load("digits")
+        self.batch = args.batch
+        self.model = build("unet", data.shape, channels=args.channels, multipliers=(1, 2), blocks=1, attention=(4,))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3, fused=True)
+        self.clock = nc.Clock("linear", "uniform", seed=args.seed).attach(self.optimizer, model=self.model)
+        self._images = batches(data, args.batch, seed=args.seed)
+        self.generator = torch.Generator().manual_seed(args.seed)
+        for _ in range(args.updates):
+            self.update(self.images(), None)
+
+    def images(self) -> Tensor:
+        """(B, C, H, W) the next ones."""
+        return next(self._images)[0]
+
+    def update(self, x0: Tensor, time: Tensor | None) -> None:
+        """One update, at newly drawn or given times."""
+        b = self.clock.draw(x0) if time is None else self.clock.at(x0, time, generator=self.generator)
+        squared_error(self.model(b.x_t, b.t), b.target).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def losses(self, x0: Tensor, time: Tensor, noise: Tensor) -> Tensor:
+        """(N,) the plain losses."""
+        x_t, target = noised(self.clock.schedule, self.clock.objective, x0, noise, time)
+        return squared_error(self.model(x_t, self.clock.schedule.condition(time)), target)
+
+    def noise(self, x0: Tensor) -> Tensor:
+        """Like x0."""
+        return torch.randn(x0.shape, generator=self.generator)
+
+    def gradient(self, time: Tensor) -> list[Tensor]:
+        """Of the mean loss of fresh samples at times (n,)."""
+        total = [torch.zeros_like(p) for p in self.model.parameters()]
+        for part in time.split(self.batch):
+            x0 = self.images()[: len(part)]
+            loss = self.losses(x0, part, self.noise(x0)).sum() / len(time)
+            for sum_, g in zip(total, torch.autograd.grad(loss, list(self.model.parameters())), strict=True):
+                sum_ += g
+        return total
+
+    def probe(self) -> Any:
+        """Of the next images."""
+        self.clock._updates += 1  # by which a probe draws its noise
+        self.clock.probe(self.images(), self.model)
+        probe, self.clock._probe = self.clock._probe, None
+        return probe
+
+
+def evenly(n: int, first: float = 0.0, last: float = 1.0) -> Tensor:
+    """n times in the middles of equal parts."""
+    return first + (last - first) * (torch.arange(n, dtype=torch.float64) + 0.5) / n
+
+
+def bin_of(time: Tensor) -> Any:
+    """0 to BINS-1."""
+    return (time * BINS).long().clamp(max=BINS - 1).numpy()
+
+
+# --- signals of single draws --------------------------------------------------------------------------------------------------------------
+
+
+def rewards(bench: Bench, probes: int) -> dict[str, tuple[Any, Any]]:
+    """Bins (N,) of draws and their rewards (N,), the two ways. The model is put back after each update."""
+    bits = nc.VLB()(bench.clock.schedule, times := evenly(3), bench.clock.objective)
+    found: dict[str, list[Any]] = {"released": [], "paper": []}
+    bins = []
+    state, moments = copy.deepcopy(bench.model.state_dict()), copy.deepcopy(bench.optimizer.state_dict())
+    for _ in range(probes):
+        x0 = bench.images()
+        time = torch.rand(len(x0), generator=bench.generator, dtype=torch.float64)
+        noise, fresh = bench.noise(x0), bench.noise(x0)
+        with torch.no_grad():
+            before = [bench.losses(x0, t.expand(len(x0)), noise) for t in times]
+        bench.update(x0, time)
+        with torch.no_grad():
+            after = {name: [bench.losses(x0, t.expand(len(x0)), n) for t in times] for name, n in (("released", fresh), ("paper", noise))}
+        for name, losses in after.items():
+            found[name].append(sum(c * (b - a) for c, b, a in zip(bits, before, losses, strict=True)).numpy())  # type: ignore[union-attr]
+        bins.append(bin_of(time))
+        bench.model.load_state_dict(state)
+        bench.optimizer.load_state_dict(moments)
+    return {name: (np.concatenate(bins), np.concatenate(values)) for name, values in found.items()}
+
+
+def utilities(bench: Bench, probes: int) -> tuple[Any, Any]:
+    """Bins (N,) and first-order utilities (N,)."""
+    found = [utility(bench.probe(), nc.Constant(), TARGETS["simple"](), number=number) for number in range(probes)]
+    return np.concatenate([bin_of(time) for time, _ in found]), np.concatenate([u.numpy() for _, u in found])
+
+
+def truth(bench: Bench, samples: int) -> Any:
+    """(BINS,) the decrease of the target by a step along each bin's own gradient, per length of step."""
+    parameters = list(bench.model.parameters())
+    power, _ = metric(bench.optimizer, parameters)
+    x0 = torch.cat([bench.images() for _ in range(samples // bench.batch)])
+    noise, time = bench.noise(x0), evenly(len(x0))[torch.randperm(len(x0), generator=bench.generator)]
+    kept = [p.detach().clone() for p in parameters]
+    size = float(nn.utils.get_total_norm(kept))
+
+    @torch.no_grad()
+    def target() -> float:
+        return float(torch.cat([bench.losses(*part) for part in zip(x0.split(256), time.split(256), noise.split(256), strict=True)]).double().mean())
+
+    found = []
+    for b in range(BINS):
+        step = [g * p for g, p in zip(bench.gradient(evenly(samples, b / BINS, (b + 1) / BINS)), power, strict=True)]
+        eta = 1e-3 * size / float(nn.utils.get_total_norm(step))
+        ends = []
+        for sign in (1, -1):  # central, so that the curvature of the target drops out
+            with torch.no_grad():
+                for p, k, s in zip(parameters, kept, step, strict=True):
+                    p.copy_(k - sign * eta * s)
+            ends.append(target())
+        found.append((ends[1] - ends[0]) / (2 * eta))
+    with torch.no_grad():
+        for p, k in zip(parameters, kept, strict=True):
+            p.copy_(k)
+    return np.array(found)
+
+
+def described(bins: Any, values: Any, wanted: Any) -> dict[str, Any]:
+    """F and R² by bin, and how the means of the bins follow the truth."""
+    groups = [values[bins == b] for b in range(BINS)]
+    means = np.array([group.mean() for group in groups])
+    between = sum(len(group) * (mean - values.mean()) ** 2 for group, mean in zip(groups, means, strict=True))
+    return {
+        "F": float(scipy.stats.f_oneway(*groups).statistic),
+        "R2": float(between / ((values - values.mean()) ** 2).sum()),
+        "rank": float(scipy.stats.spearmanr(means, wanted).statistic),
+        "means": means.tolist(),
+        "draws": len(values),
+    }
+
+
+# --- prices of bins -----------------------------------------------------------------------------------------------------------------------
+
+
+def exact(bench: Bench, samples: int) -> tuple[Any, Any]:
+    """(BINS,) √E‖g‖²_P and √E[loss²] of samples of each bin, by a backward pass for each."""
+    parameters = trained([bench.model])
+    power, _ = metric(bench.optimizer, parameters)
+    norms, losses = np.zeros(BINS), np.zeros(BINS)
+    for b in range(BINS):
+        for part in evenly(samples, b / BINS, (b + 1) / BINS).split(bench.batch):
+            x0 = bench.images()[: len(part)]
+            found = bench.losses(x0, part, bench.noise(x0))
+            losses[b] += float(found.detach().double().square().sum()) / samples
+            for loss in found:
+                gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
+                norms[b] += sum(float((p * g.square()).sum()) for p, g in zip(power, gradient, strict=True)) / samples
+    return np.sqrt(norms), np.sqrt(losses)
+
+
+def priced(bench: Bench, probes: int) -> Any:
+    """(BINS,) √s from random directions."""
+    clock = nc.Clock("linear", nc.VarianceOptimal(bins=BINS, decay=0.9999)).attach(bench.optimizer, model=bench.model)
+    for _ in range(probes):
+        clock.sampler.after(bench.probe(), None)  # type: ignore[arg-type]
+    bench.clock.attach(bench.optimizer, model=bench.model)
+    return clock.sampler.curve[0].sqrt().numpy()  # type: ignore[attr-defined]
+
+
+def against(found: Any, wanted: Any) -> dict[str, Any]:
+    """How a price follows the exact one: rank correlation, and the largest error of its shape."""
+    shape, other = found / found.mean(), wanted / wanted.mean()
+    return {"rank": float(scipy.stats.spearmanr(found, wanted).statistic), "worst": float(np.abs(shape / other - 1).max()), "means": found.tolist()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print one table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=20, help="before the measurement")
+    parser.add_argument("--probes", type=int, default=6)
+    parser.add_argument("--samples", type=int, default=128, help="of each bin, for truths")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--channels", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    args = parser.parse_args(argv)
+    bench = Bench(args)
+    wanted = truth(bench, args.samples * 4)
+    signals = {name: described(bins, values, wanted) for name, (bins, values) in rewards(bench, args.probes).items()}
+    signals["utility"] = described(*utilities(bench, args.probes), wanted)
+    norms, losses = exact(bench, args.samples)
+    prices = {"directions": against(priced(bench, args.probes), norms), "losses": against(losses, norms)}
+    setup = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "noiseclock": nc.__version__,
+        "device": platform.machine(), **{name: value for name, value in vars(args).items() if name != "out"},
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        found = {"setup": setup, "truth": wanted.tolist(), "signals": signals, "exact": norms.tolist(), "prices": prices}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"digits after {args.updates} updates, {args.probes} probes of {args.batch}, {BINS} bins of time")
+    print("signal of a draw        F      R²  rank with the truth")
+    for name, row in signals.items():
+        print(f"{name:<16}  {row['F']:>7.1f}  {row['R2']:>6.4f}  {row['rank']:>6.2f}")
+    print("price of a bin   rank with exact norms  largest error of its shape")
+    for name, row in prices.items():
+        print(f"{name:<16}  {row['rank']:>19.2f}  {row['worst']:>25.0%}")
+
+
+if __name__ == "__main__":
+    main()
