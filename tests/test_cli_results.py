@@ -330,6 +330,7 @@ def test_a_signal_ends_all_workers_with_checkpoints(number, status, message, tmp
     with Forked(alone, comparison(run, *options, settings=replace(TINY, updates=3000)), output=tmp_path / "said.txt") as process:
         wait_until(lambda: len(list(run.glob("cells/*/log.jsonl"))) == 2 and log_of(run / "cells", "train") > 4, process, "updates of both")
         os.kill(process.pid, number)
+        os.killpg(process.pid, number)  # as `timeout` does
         assert process.wait(120) == status
     assert (tmp_path / "said.txt").read_text() == f"noiseclock: {message}; run the same command again to go on\n"
     assert len(list(run.glob("cells/*/checkpoints/step-*"))) == 2

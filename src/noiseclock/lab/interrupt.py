@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO = 3.0  # seconds
 
 
 class Wish:
-    """The signal that asked for the end, or None. A second one does not wait."""
+    """The signal that asked for the end, or None. A second one does not wait, unless it is an echo of the first: `timeout` and batch systems send one
+    to the process and one to its group."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._at = 0.0
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
+        if self.signal is None:
+            self.signal, self._at = number, time.monotonic()
+        elif time.monotonic() - self._at > ECHO:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
