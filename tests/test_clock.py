@@ -14,7 +14,7 @@ from noiseclock.core.record import Record
 from noiseclock.core.weightings import WEIGHTINGS
 
 INNER = {"shifted", "truncated", "mixture", "annealed"}
-LEARNED = {"adaptive", "loss-second-moment", "loss-history", "loss-ema", "gradient-variance"}
+LEARNED = {"adaptive", "loss-second-moment", "loss-history", "loss-ema", "gradient-variance", "variance-optimal", "lookahead"}
 FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS if name not in LEARNED]
 
 
