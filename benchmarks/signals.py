@@ -135,7 +135,8 @@ def rewards(bench: Bench, probes: int) -> dict[str, tuple[Any, Any]]:
 
 def utilities(bench: Bench, probes: int) -> tuple[Any, Any]:
     """Bins (N,) and first-order utilities (N,)."""
-    found = [utility(bench.probe(), nc.Constant(), TARGETS["simple"](), number=number) for number in range(probes)]
+    power, _ = metric(bench.optimizer, list(bench.model.parameters()))
+    found = [utility(bench.probe(), nc.Constant(), TARGETS["simple"](), power, number=number) for number in range(probes)]
     return np.concatenate([bin_of(time) for time, _ in found]), np.concatenate([u.numpy() for _, u in found])
 
 

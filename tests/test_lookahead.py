@@ -53,6 +53,7 @@ def probes_of(clock, model, data, count, size=64):
 def test_the_utility_is_the_gradient_along_that_of_the_target(weighting, target):
     """E u at t is E g_t · P∇J, both of them means over fresh samples: the two halves of a batch know nothing of each other."""
     model, data, clock = trained_a_little(weighting=weighting)
+    parameters = list(model.parameters())
     generator, many = torch.Generator().manual_seed(9), 40_000
     whole = gradient_at(model, data, clock, evenly(many, 0.3, torch.device("cpu")), TARGETS[target](), generator)
     wanted = []
@@ -62,7 +63,7 @@ def test_the_utility_is_the_gradient_along_that_of_the_target(weighting, target)
     wanted = torch.tensor(wanted, dtype=torch.float64)
     sums, squares, count = torch.zeros(BINS).double(), torch.zeros(BINS).double(), 700
     for number, probe in enumerate(probes_of(clock, model, data, count)):
-        time, found = utility(probe, clock.weighting, TARGETS[target](), number=number)
+        time, found = utility(probe, clock.weighting, TARGETS[target](), [1.0] * len(parameters), number=number)
         mean = torch.stack([found[(time * BINS).long() == b].mean() for b in range(BINS)])
         sums, squares = sums + mean, squares + mean.square()
     mean, error = sums / count, ((squares / count - (sums / count).square()) / count).sqrt()

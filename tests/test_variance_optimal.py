@@ -241,9 +241,10 @@ def test_estimates_that_are_not_finite_are_skipped_and_counted():
     assert torch.allclose(sampler.log_pmf(torch.arange(4), 4), before)
 
 
-def test_an_unknown_optimiser_is_said_once():
+@pytest.mark.parametrize("kind", [nc.VarianceOptimal, nc.Lookahead])
+def test_an_unknown_optimiser_is_said_once(kind):
     model = Denoiser(width=8)
-    clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(torch.optim.RMSprop(model.parameters()), model=model)
+    clock = nc.Clock("linear", kind(every=1)).attach(torch.optim.RMSprop(model.parameters()), model=model)
 
     def train():
         for _ in range(3):
@@ -251,7 +252,7 @@ def test_an_unknown_optimiser_is_said_once():
             clock.loss(b, model(b.x_t, b.t)).mean().backward()
             clock.optimizer.step()
 
-    with pytest.warns(UserWarning, match="the metric of RMSprop is not known, so gradients are measured as they are") as told:
+    with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of RMSprop is not known, so gradients are measured as they are") as told:
         train()
     assert len(told) == 1
     assert clock.sampler.probes == 3

@@ -36,8 +36,6 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
     Adam and AdamW: lr/(√v̂+ε) as of their last update. SGD: lr, whatever its momentum, which delays a step and does not turn it.
     """
     unit: list[Tensor | float] = [1.0] * len(parameters)
-    while not hasattr(optimizer, "state") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
     if isinstance(optimizer, torch.optim.SGD):
         rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         found = [rates.get(id(p), 0.0) for p in parameters]
@@ -46,11 +44,11 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
         known = "no optimiser is known; attach one to the clock" if optimizer is None else f"the metric of {type(optimizer).__name__} is not known"
         return unit, known
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    scales = [_adam(groups.get(id(p)), optimizer.state.get(p, {}), p) for p in parameters]
+    scales = [_adam(groups.get(id(p)), optimizer.state.get(p, {})) for p in parameters]
     return (scales, "") if any(isinstance(scale, Tensor) for scale in scales) else (unit, "")
 
 
-def _adam(group: Any, state: Any, p: Tensor) -> Tensor | float:
+def _adam(group: Any, state: Any) -> Tensor | float:
     if group is None or "exp_avg_sq" not in state:
         return 0.0  # it does not move
     square = local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
@@ -80,7 +78,7 @@ def derivative(modules: list[nn.Module], direction: Sequence[Tensor], losses: Ca
     spread = sharded(parameters)
     length, size = (_norm(part, spread) for part in (direction, mine))
     h = STEP * size / length.clamp(min=torch.finfo(length.dtype).tiny)
-    step = [(h.to(d.dtype)) * d for d in direction]
+    step = [h.to(d.dtype) * d for d in direction]
     kept = [p.clone() for p in mine]
     try:
         torch._foreach_add_(mine, step)

@@ -13,7 +13,7 @@ c(t) is first of all a diagnostic. As a density it has no optimum of its own: th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.checks import choose, take_finite
-from noiseclock.core.directions import derivative, metric, sharded, trained
+from noiseclock.core.directions import derivative, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe, take_rows, undisturbed
@@ -33,11 +33,12 @@ from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
 TARGETS: dict[str, Callable[[], Weighting]] = {"simple": lambda: Constant(on="eps"), "min-snr": MinSNR, "vlb": VLB}
 
 
-def utility(probe: Probe, weighting: Weighting, target: Weighting, *, number: int = 0) -> tuple[Tensor, Tensor]:
+def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequence[Tensor | float], *, number: int = 0) -> tuple[Tensor, Tensor]:
     """Times (n,), and for a sample at each the decrease of the target that an update by it alone brings, (n,), float64.
 
     The first half of the probe's batch gives ∇J, J = E over uniform times of the target's weight times the loss; the other half, with noise of its
-    own, is priced by the loss that is trained, `weighting` included. number: of the probe, by which times move on.
+    own, is priced by the loss that is trained, `weighting` included. power: the
+    optimiser's P (`core.directions.metric`). number: of the probe, by which times move on.
     """
     size = len(probe.x0)
     if size < 4:
@@ -46,10 +47,8 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, *, number: in
     rows = torch.arange(size, device=device)
     asked, priced = rows[: size // 2], rows[size // 2 :]
     assert not set(asked.tolist()) & set(priced.tolist())
-    parameters = trained(probe.modules)
     exact = probe.exact()
     gradient = _gradient(exact, target, evenly(len(asked), number + 0.5, device), asked)
-    power, _ = metric(probe.optimizer, parameters)
     direction = [g * (scale.to(g.dtype) if isinstance(scale, Tensor) else scale) for g, scale in zip(gradient, power, strict=True)]
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
@@ -108,7 +107,7 @@ class Lookahead(Priced):
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
         target = TARGETS[self.target]() if isinstance(self.target, str) else self.target
-        return utility(probe, setting.weighting, target, number=number)
+        return utility(probe, setting.weighting, target, self._metric(probe), number=number)
 
     def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
         clear = price.var() > self._errors().mean()

@@ -16,6 +16,7 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch
 from noiseclock.core.checks import take_finite, take_whole
+from noiseclock.core.directions import metric, trained
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import ENOUGH, between_known
 from noiseclock.core.probes import Probe
@@ -84,6 +85,13 @@ class Priced(LearnedDensity):
             raise ValueError(f"{type(self).__name__} learns from a Clock: use it as nc.Clock(schedule, nc.{type(self).__name__}(), ...)")
         self._move_(probe.x0.device)
         self._fold(*self._price(probe, self._setting, self.probes))
+
+    def _metric(self, probe: Probe) -> list[Tensor | float]:
+        """P for each trained parameter; the identity where it is not known, which is said once."""
+        power, unknown = metric(probe.optimizer, trained(probe.modules))
+        if unknown:
+            self._health.warn("metric", f"{type(self).__name__}: {unknown}, so gradients are measured as they are")
+        return power
 
     @torch.no_grad()
     def _fold(self, time: Tensor, price: Tensor) -> None:

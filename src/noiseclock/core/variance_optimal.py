@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from noiseclock.core.checks import take_finite
-from noiseclock.core.directions import derivative, metric, normal, trained
+from noiseclock.core.directions import derivative, normal, trained
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe
 from noiseclock.core.samplers import TINY, Setting
@@ -48,12 +48,9 @@ class VarianceOptimal(Priced):
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
         time = evenly(len(probe.x0), number, probe.x0.device)
-        parameters = trained(probe.modules)
-        power, unknown = metric(probe.optimizer, parameters)
-        if unknown:
-            self._health.warn("metric", f"VarianceOptimal: {unknown}, so gradients are measured as they are")
         exact = probe.exact()
-        slope = derivative(probe.modules, normal(parameters, power, finalize(number) // 2), lambda: exact.losses(time))
+        direction = normal(trained(probe.modules), self._metric(probe), finalize(number) // 2)
+        slope = derivative(probe.modules, direction, lambda: exact.losses(time))
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
 

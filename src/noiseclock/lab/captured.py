@@ -1,7 +1,7 @@
 """A whole update as one CUDA graph, and a network as one: nothing waits for Python, which on a GPU takes longer than the arithmetic.
 
-    update = CapturedUpdate(draw, losses, net, optimizer, ema, ...)      draw, noise, forward, backward, clip, Adam, averages
-    predict = CapturedForward(net)                                       for probes, samples and evaluations: predict(x, t, labels)
+    update = CapturedUpdate(losses, net, optimizer, ema, ...)      draw, noise, forward, backward, clip, Adam, averages
+    predict = CapturedForward(net)                                 for probes and samples: predict(x, t, labels)
 
 A graph repeats the launches of one run on the same memory. So what changes from update to update lives in tensors that are written in place: the
 images, the learning rate, the weight of the averages, the sampler's tables. Random numbers go on from replay to replay.
@@ -86,6 +86,8 @@ class CapturedUpdate:
         for group in self._optimizer.param_groups:
             group["lr"].fill_(lr)
         self._weight.fill_(averaging)
+        if self._graph is None:
+            self._optimizer.zero_grad()  # at a capture too, so that the gradients belong to the graph
         if self._runs < WARMUP:
             _apart(self._update)
             self._runs += 1
@@ -93,7 +95,6 @@ class CapturedUpdate:
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             self._graph.register_generator_state(self._generator)
-            self._optimizer.zero_grad()  # so that the gradients belong to the graph
             with torch.cuda.graph(self._graph):
                 self._update()  # which runs nothing yet
         self._graph.replay()
@@ -106,8 +107,6 @@ class CapturedUpdate:
 
     def _update(self) -> None:
         assert self._images is not None
-        if not torch.cuda.is_current_stream_capturing():
-            self._optimizer.zero_grad()
         loss = self._losses(self._images, self._labels)
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():

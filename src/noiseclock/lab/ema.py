@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from noiseclock.lab.shards import fill_, local, whole
+from noiseclock.core.directions import local
+from noiseclock.lab.shards import fill_, whole
 
 
 class EMA:

@@ -15,11 +15,6 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part, sharing memory with it."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def spread(value: Tensor, like: Tensor) -> Tensor:
     """A full tensor on the device of `like`, and spread as that is, where it has its shape."""
     if isinstance(like, DTensor) and value.shape == like.shape:

@@ -121,12 +121,12 @@ class Run:
         self.ema = EMA(self.net, recipe.ema)
         self.step, self.skipped, self.seconds = 0, 0, 0.0
         self._lost_in_a_row, self._learned, self._numbers = 0, "", Numbers(math.nan, math.nan, 0, 0)
-        self._seen_by_probes = CapturedForward(self.predict)
         with all_or_none(accelerator):
             self._resume()
         self._captured = self._capturing() if captured else None
 
     def _capturing(self) -> CapturedUpdate:
+        self._seen_by_probes = CapturedForward(self.predict)
         return CapturedUpdate(
             self._loss, self.net, self.optimizer, self.ema, clip=self.recipe.clip or math.inf, generator=self.clock.generator(self.device),
             replayed=lambda lost: self.clock.updated(skipped=lost), skipped=self.skipped,
@@ -330,8 +330,8 @@ class Run:
         cond = self._condition(labels, 0)
         if self.clock.due:
             self.clock.probe(x0, self._seen_by_probes, cond)
+        captured(x0, cond, lr=lr, averaging=self.ema.weight(self.step + 1))
         self.step += 1
-        captured(x0, cond, lr=lr, averaging=self.ema.weight(self.step))
         if self._looked_at(self.step):
             self._numbers = captured.read()
             self.skipped, self._lost_in_a_row = self._numbers.skipped, self._numbers.lost_in_a_row
