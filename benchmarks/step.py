@@ -6,7 +6,8 @@
 
 Trains `cifar10-sprint` on random images, in rounds: a block of updates of every variant in turn, each with its own network, and the median over
 rounds is told, so a machine that slows down does so for all. A block is as long as a sampler's time between probes, so that it has its share of
-them. "First" is the time of the first four updates: compiling, choosing kernels, capturing.
+them. "First" is the time of the first four updates: compiling, choosing kernels, capturing. With --kernels, the JSON also says
+which kernels the time of an update goes to.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Cost:
     images_a_second: float
     first: float
     memory: float | None
+    kernels: list[tuple[float, float, str]] | None = None  # milliseconds and launches in an update, and the name
 
 
 class Variant:
@@ -68,6 +70,7 @@ class Variant:
         self._updates: Iterator[Record] = run.updates(Wish())
         self.block = max(settings.log_every, run.clock.sampler.every)
         self.rounds: list[float] = []
+        self.kernels: list[tuple[float, float, str]] | None = None
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         self.first = self._take(WARMUP + 1)
@@ -87,16 +90,23 @@ class Variant:
         """One block."""
         self.rounds.append(self._take(self.block) / self.block * 1000)
 
+    def profile(self, updates: int = 5) -> None:
+        """Which kernels run in an update."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            self._take(updates)
+        found = [(e.self_device_time_total / 1000 / updates, e.count / updates, e.key) for e in seen.key_averages()]
+        self.kernels = sorted(found, reverse=True)
+
     def cost(self) -> Cost:
         """What was found."""
         middle, settings = statistics.median(self.rounds), self.settings
         return Cost(
             settings.channels, settings.batch, self.how, settings.sampler, middle, (min(self.rounds), max(self.rounds)),
-            1000 * settings.batch / middle, self.first, self.memory,
+            1000 * settings.batch / middle, self.first, self.memory, self.kernels,
         )  # fmt: skip
 
 
-def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str) -> Iterator[list[Cost]]:
+def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str, *, kernels: bool) -> Iterator[list[Cost]]:
     """What is known of every variant after each round."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random images teach a policy nothing
@@ -108,6 +118,10 @@ def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str) -> Ite
         for _ in range(rounds):
             for variant in variants:
                 variant.round()
+            yield [variant.cost() for variant in variants]
+        if kernels:
+            for variant in variants:
+                variant.profile()
             yield [variant.cost() for variant in variants]
 
 
@@ -138,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=40, help="updates in a round, where no sampler needs more")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     args = parser.parse_args(argv)
     how = args.how or (HOW if args.device == "cuda" else HOW[:1])
@@ -157,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     }  # fmt: skip
     costs: list[Cost] = []
     with patch.object(trainer, "loaded", return_value=[images, images]):
-        for costs in measure(variants, args.rounds, args.device):
+        for costs in measure(variants, args.rounds, args.device, kernels=args.kernels):
             if args.out:  # after every round, so that a run cut short has not been in vain
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps({"setup": setup, "costs": [asdict(cost) for cost in costs]}, indent=1) + "\n")

@@ -447,12 +447,13 @@ def test_the_ruler_script_runs(home, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("noiseclock.lab.data.load", lambda name, split="train": {"train": TRAIN, "test": TEST}[split])
     script = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "fid_ruler.py"))
     out = tmp_path / "results" / "ruler.json"
-    script["main"](["--train", "200", "--test", "100", "--resize", "pytorch", "tensorflow", "--device", "cpu", "--out", str(out)])
+    script["main"](["--train", "200", "--test", "100", "--precision", "fp32", "bf16", "--batch", "50", "--device", "cpu", "--out", str(out)])
     printed = capsys.readouterr().out
     found = json.loads(out.read_text())
-    assert [s["resize"] for s in found["scores"]] == ["pytorch", "tensorflow"]
+    assert [s["precision_of_features"] for s in found["scores"]] == ["fp32", "bf16"]
+    assert found["scores"][0]["frechet"] != found["scores"][1]["frechet"]
     for score in found["scores"]:
         assert (score["count"], score["reference_count"]) == (100, 200)
         assert 0 <= score["train_itself"] < 1e-9 < score["frechet"]
-        assert f"{score['frechet']:.4g}" in printed
+        assert f"{score['frechet']:.5f}" in printed
     assert found["setup"]["torch"] == torch.__version__

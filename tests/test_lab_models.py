@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import DiTTransformer2DModel, UNet2DModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
@@ -14,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 import noiseclock as nc
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import DIT, build, count, time_scale
+from noiseclock.lab.models.channels_last import Normalised
 
 SMALL = {
     "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
@@ -255,6 +257,7 @@ def test_mistakes_are_named(kind, options, message):
 # --- compiled -----------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch's own tracer
 def test_a_compiled_unet_computes_the_same_and_keeps_channels_last():
     model = small("unet").to(memory_format=torch.channels_last)
     x, t = noise(3, 3, 8, 8).to(memory_format=torch.channels_last), torch.tensor([1, 500, 999])
@@ -283,3 +286,13 @@ def test_a_compiled_unet_computes_the_same_and_keeps_channels_last():
     # sums in another order: float32 keeps seven digits of the largest
     assert (found[0] - wanted[0]).abs().max() < 1e-5 * wanted[0].abs().max()
     assert (found[1] - wanted[1]).abs().max() < 1e-5 * wanted[1].abs().max()
+
+
+def test_the_written_out_gradient_of_the_group_norm_is_its_gradient():
+    torch.manual_seed(0)
+    x = 2 + torch.randn(16, 5, 6, dtype=torch.float64)  # a batch whose sums are taken in two stages
+    offset, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((16, 2, 3), (2, 3), (2, 3)))
+    given = [tensor.requires_grad_() for tensor in (x, offset, weight, bias)]
+    assert torch.autograd.gradcheck(lambda *of: Normalised.apply(*of, 1e-5), given)
+    wanted = F.group_norm((x + offset.flatten(1)[:, None]).transpose(1, 2), 2, weight.flatten(), bias.flatten(), 1e-5)
+    assert torch.allclose(Normalised.apply(*given, 1e-5), wanted.transpose(1, 2), rtol=1e-12, atol=1e-12)

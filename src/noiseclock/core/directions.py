@@ -43,28 +43,52 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         known = "no optimiser is known; attach one to the clock" if optimizer is None else f"the metric of {type(optimizer).__name__} is not known"
         return unit, known
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    scales = [_adam(groups.get(id(p)), optimizer.state.get(p, {})) for p in parameters]
+    scales: list[Tensor | float] = [0.0] * len(parameters)  # what has no state does not move
+    place = {id(p): i for i, p in enumerate(parameters)}
+    for group in optimizer.param_groups:
+        moved = [p for p in group["params"] if id(p) in place and "exp_avg_sq" in optimizer.state.get(p, {})]
+        for p, scale in zip(moved, _adam(group, [optimizer.state[p] for p in moved]), strict=True):
+            scales[place[id(p)]] = scale
     return (scales, "") if any(isinstance(scale, Tensor) for scale in scales) else (unit, "")
 
 
-def _adam(group: Any, state: Any) -> Tensor | float:
-    if group is None or "exp_avg_sq" not in state:
-        return 0.0  # it does not move
-    square = local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
-    seen = 1 - group["betas"][1] ** state["step"].to(square.device, torch.float32)
-    lr = group["lr"].to(square.device) if isinstance(group["lr"], Tensor) else group["lr"]
-    power: Tensor = lr / ((square / seen).sqrt() + group["eps"])
+@torch.no_grad()
+def _adam(group: Any, states: list[Any]) -> list[Tensor]:
+    """lr/(√v̂+ε) of the parameters of a group, all of which were updated as often as the first."""
+    if not states:
+        return []
+    squares = [local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]) for state in states]
+    seen = 1 - group["betas"][1] ** states[0]["step"].to(squares[0].device, torch.float32)
+    power = list(torch._foreach_div(squares, seen))
+    torch._foreach_sqrt_(power)
+    torch._foreach_add_(power, group["eps"])
+    torch._foreach_reciprocal_(power)
+    lr = group["lr"]
+    torch._foreach_mul_(power, lr.to(squares[0].device) if isinstance(lr, Tensor) else lr)
     return power
 
 
+@torch.no_grad()
 def normal(parameters: Sequence[nn.Parameter], power: Sequence[Tensor | float], seed: int) -> list[Tensor]:
     """P^½ξ for each parameter, or for this rank's part of it: the same on all ranks where they hold the same."""
-    device = parameters[0].device
+    mine = [local(p) for p in parameters]
     rank = torch.distributed.get_rank() if sharded(parameters) else 0
-    generator = torch.Generator(device).manual_seed((seed + rank) % 2**63)
-    parts = [torch.randn(local(p).shape, generator=generator, device=p.device, dtype=p.dtype) for p in parameters]
-    return [part * (scale.sqrt().to(part.dtype) if isinstance(scale, Tensor) else scale**0.5) for part, scale in zip(parts, power, strict=True)]
+    generator = torch.Generator(mine[0].device).manual_seed((seed + rank) % 2**63)
+    flat = torch.randn(sum(p.numel() for p in mine), generator=generator, device=mine[0].device)
+    tensors = [scale for scale in power if isinstance(scale, Tensor)]
+    roots = iter(torch._foreach_sqrt(tensors) if tensors else ())
+    return scaled(_shaped(flat, mine), [next(roots) if isinstance(scale, Tensor) else scale**0.5 for scale in power])
+
+
+@torch.no_grad()
+def scaled(parts: list[Tensor], power: Sequence[Tensor | float]) -> list[Tensor]:
+    """Every part times its scale, in place."""
+    tensors = [(part, scale) for part, scale in zip(parts, power, strict=True) if isinstance(scale, Tensor)]
+    numbers = [(part, scale) for part, scale in zip(parts, power, strict=True) if not isinstance(scale, Tensor)]
+    for some in (tensors, numbers):
+        if some:
+            torch._foreach_mul_([part for part, _ in some], [scale for _, scale in some])  # type: ignore[misc]
+    return parts
 
 
 @torch.no_grad()
@@ -78,8 +102,9 @@ def derivative(modules: list[nn.Module], direction: Sequence[Tensor], losses: Ca
     spread = sharded(parameters)
     length, size = (_norm(part, spread) for part in (direction, mine))
     h = STEP * size / length.clamp(min=torch.finfo(length.dtype).tiny)
-    step = [h.to(d.dtype) * d for d in direction]
-    kept = [p.clone() for p in mine]
+    step = torch._foreach_mul(list(direction), h.to(direction[0].dtype))
+    kept = _shaped(torch.empty(sum(p.numel() for p in mine), device=mine[0].device), mine)
+    torch._foreach_copy_(kept, mine)
     try:
         torch._foreach_add_(mine, step)
         _forget_gathered(modules)
@@ -112,5 +137,19 @@ def sharded(parameters: Sequence[Tensor]) -> bool:
 
 
 def _norm(tensors: Sequence[Tensor], spread: bool) -> Tensor:
-    squares = torch.stack([t.detach().square().sum(dtype=wide(t.device)) for t in tensors]).sum()
+    norms = torch._foreach_norm([t.detach() for t in tensors])
+    squares = torch.stack([n.to(norms[0]) for n in norms]).to(wide(norms[0].device)).square().sum()
     return (ranks.total(squares) if spread else squares).sqrt()
+
+
+def _shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive numbers in the shapes of other tensors and in their order of memory: only then do operations on both lists run as one on a GPU."""
+    parts: list[Tensor] = []
+    start = 0
+    for t in like:
+        part = flat[start : start + t.numel()]
+        last = t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)
+        part = part.as_strided(t.shape, t.stride()) if last else part.view(t.shape)
+        parts.append(part.to(t))
+        start += t.numel()
+    return parts

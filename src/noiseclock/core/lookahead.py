@@ -23,7 +23,7 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.checks import choose, take_finite
-from noiseclock.core.directions import derivative, sharded, trained
+from noiseclock.core.directions import derivative, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe, take_rows, undisturbed
@@ -44,12 +44,12 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     if size < 4:
         raise ValueError(f"a utility needs a batch of at least four samples, two to ask and two to price, got {size}")
     device = probe.x0.device
-    rows = torch.arange(size, device=device)
-    asked, priced = rows[: size // 2], rows[size // 2 :]
-    assert not set(asked.tolist()) & set(priced.tolist())
+    halves = range(size // 2), range(size // 2, size)
+    assert set(halves[0]).isdisjoint(halves[1])
+    asked, priced = (torch.arange(half.start, half.stop, device=device) for half in halves)
     exact = probe.exact()
     gradient = _gradient(exact, target, evenly(len(asked), number + 0.5, device), asked)
-    direction = [g * (scale.to(g.dtype) if isinstance(scale, Tensor) else scale) for g, scale in zip(gradient, power, strict=True)]
+    direction = scaled(gradient, power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
     return time, derivative(probe.modules, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight

@@ -72,8 +72,12 @@ class Priced(LearnedDensity):
 
     def _statistics(self) -> dict[str, Tensor]:
         # rows of `faded`: probes that reached the bin, the sum of their means, and of the squares of these; all fade together
+        self._asked = 0  # probes, counted on the host too: asking the device for their number would wait for it
         none = torch.zeros((), dtype=torch.int64, device="cpu")
         return {"faded": torch.zeros(3, self.bins, dtype=torch.float64, device="cpu"), "skipped": none, "probes": none.clone()}
+
+    def _load_counters(self, counters: dict[str, int]) -> None:
+        self._asked = self.probes
 
     def update(self, batch: Batch, losses: Tensor) -> None:
         # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe
@@ -84,7 +88,8 @@ class Priced(LearnedDensity):
         if self._setting is None:
             raise ValueError(f"{type(self).__name__} learns from a Clock: use it as nc.Clock(schedule, nc.{type(self).__name__}(), ...)")
         self._move_(probe.x0.device)
-        self._fold(*self._price(probe, self._setting, self.probes))
+        self._fold(*self._price(probe, self._setting, self._asked))
+        self._asked += 1
 
     def _metric(self, probe: Probe) -> list[Tensor | float]:
         """P for each trained parameter; the identity where it is not known, which is said once."""

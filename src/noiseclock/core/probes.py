@@ -94,6 +94,13 @@ class Probe:
         self.modules, self.autocast, self.rows = modules, autocast, rows or len(noise)
         self.optimizer = optimizer
 
+    def first(self, samples: int) -> Probe:
+        """The same with the first samples of the batch only."""
+        other, size = copy(self), len(self.x0)
+        other.x0, other.noise, other.rows = self.x0[:samples], self.noise[:samples], min(self.rows, samples)
+        other.cond = map_tensors(lambda x: x[:samples] if x.ndim > 0 and len(x) == size else x, self.cond)
+        return other
+
     def exact(self) -> Probe:
         """The same without autocast, for differences that bfloat16 would swallow."""
         other = copy(self)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noiseclock.core.checks import take_finite
+from noiseclock.core.checks import take_finite, take_whole
 from noiseclock.core.directions import derivative, normal, trained
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe
@@ -28,12 +28,14 @@ from noiseclock.core.streams import finalize
 class VarianceOptimal(Priced):
     """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·√E‖w·∇ℓ‖²_P.
 
-    every: optimiser updates between probes, each of two forward passes of the batch in float32. bins: of time. decay: of old estimates with each
-    probe. warmup: probes before it moves. gain: it stays at the base while the predicted ρ is above this, because little is to be had; and while
-    the bins differ by less than their standard errors.
+    every: optimiser updates between probes, each of two forward passes in float32. samples: of the batch, that a probe prices; they share its
+    direction, which is most of the noise, so more of them add little. bins: of time. decay: of old estimates with each probe. warmup: probes
+    before it moves. gain: it stays at the base while the predicted ρ is above this, because little is to be had; and while the bins differ by
+    less than their standard errors.
     """
 
     every: int = 40
+    samples: int = 64
     bins: int = 32
     decay: float = 0.95
     floor: float = 0.1
@@ -42,13 +44,14 @@ class VarianceOptimal(Priced):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        take_whole(self, "samples", least=1)
         take_finite(self, "gain")
         if not 0 < self.gain <= 1:
             raise ValueError(f"VarianceOptimal: gain must lie in (0, 1], got {self.gain}")
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
-        time = evenly(len(probe.x0), number, probe.x0.device)
-        exact = probe.exact()
+        exact = probe.first(self.samples).exact()
+        time = evenly(len(exact.x0), number, exact.x0.device)
         direction = normal(trained(probe.modules), self._metric(probe), finalize(number) // 2)
         slope = derivative(probe.modules, direction, lambda: exact.losses(time))
         weight = setting.weighting(setting.schedule, time, setting.objective)

@@ -122,7 +122,8 @@ class CapturedUpdate:
 class CapturedForward:
     """A network in evaluation mode, without gradients, as one graph for each shape of its input. What it gives is valid until the next call.
 
-    net: may be compiled. Autocast must be without a cache, whose casts a graph would outlive.
+    net: may be compiled, for use under autocast; outside of it the network runs as it is, because what asks for exact numbers asks seldom, and
+    compiling takes a minute. Autocast must be without a cache, whose casts a graph would outlive.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -144,10 +145,11 @@ class CapturedForward:
         return out
 
     def _capture(self, inputs: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
+        net = self._orig_mod if autocast_dtype(inputs[0].device) is None else self.net
         static = [given.clone(memory_format=torch.channels_last if given.ndim == 4 else torch.contiguous_format) for given in inputs]
 
         def forward() -> Tensor:
-            return call(self.net, static[0], static[1], static[2] if len(static) == 3 else None)
+            return call(net, static[0], static[1], static[2] if len(static) == 3 else None)
 
         for _ in range(WARMUP):
             _apart(forward)

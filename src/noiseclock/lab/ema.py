@@ -11,6 +11,13 @@ from noiseclock.core.directions import local
 from noiseclock.lab.shards import fill_, whole
 
 
+def _descend(means: list[Tensor], parameters: list[Tensor], weight: Tensor) -> None:
+    """means += weight·(parameters - means) in one pass: gradient descent on ½|means - parameters|², whose rate may be a tensor."""
+    torch._fused_sgd_(
+        means, parameters, [], weight_decay=1.0, momentum=0.0, lr=weight, dampening=0.0, nesterov=False, maximize=True, is_first_step=False
+    )
+
+
 class EMA:
     """A running mean of a network's parameters: w ← d·w + (1-d)·p, with d = min(decay, (1+n)/(10+n)) at update n, which soon forgets its start."""
 
@@ -32,9 +39,7 @@ class EMA:
         if isinstance(weight, float):
             torch._foreach_lerp_(means, parameters, weight)
         else:
-            away = torch._foreach_sub(parameters, means)
-            torch._foreach_mul_(away, weight)
-            torch._foreach_add_(means, away)
+            _descend(means, parameters, weight)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole weights by name; all ranks must ask."""

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from noiseclock.core.batch import Predict, call, column, noised
+from noiseclock.core.checks import choose
 from noiseclock.core.clock import Clock
 from noiseclock.core.likelihood import bits, bound, decoder_term, kl_term, prior_term
 from noiseclock.core.measure import LossOverTime, loss_over_time
@@ -32,6 +33,7 @@ from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.streams import in_unit
 from noiseclock.core.table import wide
 from noiseclock.lab import classifier, inception, metrics
+from noiseclock.lab.built import placed
 from noiseclock.lab.cache import digest, remembered
 from noiseclock.lab.classifier import Classifier
 from noiseclock.lab.data import Files, Images, cpus, from_disk, head
@@ -45,6 +47,7 @@ Network = Inception | Classifier
 REFERENCE = 50_000  # images of the dataset, as is usual for FID
 NEIGHBOURS = 10_000  # images of each side for precision and recall, whose cost grows with their square
 SUBSETS, SUBSET = 100, 1000  # of the kernel distance
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 NEAREST = 3  # neighbours that make the manifolds of precision and recall
 
 
@@ -59,13 +62,28 @@ def network_for(name: str, *, resize: str = "pytorch") -> Network:
 
 @torch.no_grad()
 def features_of(
-    images: Tensor | Images | Files, network: Network, *, count: int | None = None, batch: int = 64, device: str | torch.device = "cpu"
+    images: Tensor | Images | Files,
+    network: Network,
+    *,
+    count: int | None = None,
+    batch: int | None = None,
+    device: str | torch.device = "cpu",
+    precision: str | None = None,
 ) -> Tensor:
-    """(N, D) float32 on the CPU: the features of uint8 images (N, C, H, W), of the first `count` of them; the network moves to `device`."""
+    """(N, D) float32 on the CPU: the features of uint8 images (N, C, H, W), of the first `count` of them; the network moves to `device`.
+
+    batch: what that device likes unless given. precision: of the convolutions on a GPU, one of PRECISIONS, or the fastest that leaves FID as it is.
+    """
     device = torch.device(device)
-    network = network.to(device)
-    with _in_full_precision(device):
-        return torch.cat([network(pixels).cpu() for pixels in _in_order(images, len(images) if count is None else count, batch, device)])
+    network, wanted = placed(network, device), len(images) if count is None else count
+    with _computing(device, precision or precision_on(device)):
+        found = [network(pixels).float() for pixels in _in_order(images, wanted, batch or (250 if device.type == "cuda" else 64), device)]
+        return torch.cat(found).cpu()
+
+
+def precision_on(device: str | torch.device) -> str:
+    """In which features are computed there: see docs/performance.md for what each does to FID."""
+    return "tf32" if torch.device(device).type == "cuda" else "fp32"
 
 
 def _in_order(images: Tensor | Images | Files, count: int, batch: int, device: torch.device) -> Iterator[Tensor]:
@@ -78,9 +96,13 @@ def _in_order(images: Tensor | Images | Files, count: int, batch: int, device: t
 
 
 @contextmanager
-def _in_full_precision(device: torch.device) -> Iterator[None]:
-    """Neither autocast, in which a trainer may be calling, nor TF32, torch's default for convolutions: they would be in the figures."""
-    with torch.autocast(device.type, enabled=False), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+def _computing(device: torch.device, precision: str) -> Iterator[None]:
+    """In this precision, whatever autocast a trainer may be calling in."""
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(choose("precision", precision, PRECISIONS))
+    with (
+        torch.autocast(device.type, half, enabled=half is not None),
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"),
+    ):
         yield
 
 
@@ -98,18 +120,27 @@ class Reference:
     moments: Moments
 
 
-def reference(data: Images | Files, network: Network, *, count: int = REFERENCE, batch: int = 64, device: str | torch.device = "cpu") -> Reference:
+def reference(
+    data: Images | Files,
+    network: Network,
+    *,
+    count: int = REFERENCE,
+    batch: int | None = None,
+    device: str | torch.device = "cpu",
+    precision: str | None = None,
+) -> Reference:
     """The features of the first `count` images of a dataset, kept in `home()/statistics`, by what the dataset and the network hold."""
     count = min(count, len(data))
     # in memory every image counts; on disk 64 of them, evenly, and their number tell whether it is still the same set
     pixels = data.pixels[:count] if isinstance(data, Images) else data.read(range(0, count, max(1, count // 64))).pixels
     known_by = digest([pixels, *network.state_dict().values()])
     size = "x".join(str(n) for n in data.shape)
-    names = [data.name, size, str(count), network.title, *([network.resize] if isinstance(network, Inception) else []), known_by]
+    precision = precision or precision_on(device)
+    names = [data.name, size, str(count), network.title, *([network.resize] if isinstance(network, Inception) else []), precision, known_by]
     file = "-".join(re.sub(r"[^\w.]+", "_", name)[-80:] for name in names) + ".safetensors"
 
     def make() -> dict[str, Tensor]:
-        features = features_of(data, network, count=count, batch=batch, device=device)
+        features = features_of(data, network, count=count, batch=batch, device=device, precision=precision)
         moments = Moments.of(features.to(_with_float64(device)))
         return {"features": features, "mean": moments.mean, "scatter": moments.scatter}
 
@@ -195,13 +226,15 @@ def compare_images(
     solver: str | None = None,
     steps: int | None = None,
     count: int = REFERENCE,
-    batch: int = 64,
+    batch: int | None = None,
     device: str | torch.device = "cpu",
+    precision: str | None = None,
     seed: int = 0,
 ) -> Scores:
     """Scores of pictures, uint8 (N, C, H, W), against the first `count` images of a dataset.
 
-    network: that of `network_for` unless given. solver, steps: how the pictures were made, for the record. seed: of the kernel distance's subsets.
+    network: that of `network_for` unless given. batch, precision: as in `features_of`. solver, steps: how the pictures were made,
+    for the record. seed: of the kernel distance's subsets.
     """
     if fake.dtype != torch.uint8 or tuple(fake.shape[1:]) != data.shape:
         wanted = "x".join(str(n) for n in data.shape)
@@ -211,9 +244,9 @@ def compare_images(
             f"{len(fake)} pictures are too few to be compared; make {NEAREST + 1} at the very least, and thousands for a figure that means much"
         )
     network = network or network_for(data.name)
-    known = reference(data, network, count=count, batch=batch, device=device)
+    known = reference(data, network, count=count, batch=batch, device=device, precision=precision)
     place = _with_float64(device)
-    mine, real = features_of(fake, network, batch=batch, device=device).to(place), known.features.to(place)
+    mine, real = features_of(fake, network, batch=batch, device=device, precision=precision).to(place), known.features.to(place)
     shares = metrics.precision_recall(real[:NEIGHBOURS], mine[:NEIGHBOURS], k=NEAREST)
     return Scores(
         frechet=metrics.frechet(Moments.of(mine), known.moments),
@@ -231,7 +264,7 @@ def compare_images(
     )
 
 
-def inception_score(images: Tensor | Images | Files, network: Inception, *, batch: int = 64, device: str | torch.device = "cpu") -> Spread:
+def inception_score(images: Tensor | Images | Files, network: Inception, *, batch: int | None = None, device: str | torch.device = "cpu") -> Spread:
     """The Inception Score over ten parts; a Mistake where the weights lack the classifier."""
     network.require_classifier()
     features = features_of(images, network, batch=batch, device=device)

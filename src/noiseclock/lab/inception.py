@@ -205,7 +205,7 @@ class Inception(nn.Module):
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))
         x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))
-        features: Tensor = x.mean((2, 3))
+        features: Tensor = x.mean((2, 3), dtype=torch.float32)
         return features
 
     def require_classifier(self) -> None:

@@ -16,10 +16,12 @@ def whole(x: Any) -> Any:
 
 
 def spread(value: Tensor, like: Tensor) -> Tensor:
-    """A full tensor on the device of `like`, and spread as that is, where it has its shape."""
-    if isinstance(like, DTensor) and value.shape == like.shape:
+    """A full tensor on the device of `like`, spread and in the order of memory as that is, where it has its shape."""
+    if value.shape != like.shape:
+        return value
+    if isinstance(like, DTensor):
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-    return value
+    return torch.empty_like(like, dtype=value.dtype).copy_(value)  # a fused optimiser wants its moments like its parameters
 
 
 @torch.no_grad()

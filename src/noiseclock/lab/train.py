@@ -141,7 +141,7 @@ class Run:
                 fully_shard(block)
             fully_shard(self.net)
         if self.recipe.compile and self.device.type == "cuda":
-            predict = torch.compile(self.net)  # type: ignore[assignment]
+            predict = torch.compile(self.net, dynamic=False)  # type: ignore[assignment]  # batches have one size
         if self.world > 1 and not shard:
             predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
         return predict

@@ -3,33 +3,73 @@
 Inductor writes the result of torch's group norm with the channels first, and diffusers' upsampling and residual blocks ask for that order too. So
 each convolution around them had its pictures copied from one order to the other, in both directions of the pass, and dropout between them read
 memory with large strides: a third of the time of an update of DDPM's U-Net on one H200 (docs/performance.md). Here they are written in plain
-operations that keep the order. Without a compiler torch's own group norm and upsampling are faster, and are used.
+operations that keep the order. Without a compiler diffusers' own are faster, and are used.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 
+class Normalised(torch.autograd.Function):
+    """The group norm of x + offset, with the gradient written out.
+
+    x: (B, N, C) pixels. offset: (B, G, C/G), added to every pixel of a channel, never written to memory. weight, bias: (G, C/G). One pass over the
+    pixels sums each channel, which lie side by side; the rest of the statistics is (B, C) numbers. With u = x + offset - centre, r = 1/σ and
+    y = u·r·weight + bias, the gradient is dx = dy·r·weight + u·q + p, where q and p belong to a group. So its sum over pixels, which is the
+    offset's gradient, follows from sums that are known: no third pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        variance, mean = (part.view(offset.shape) for part in torch.var_mean(x.to(weight.dtype), 1, correction=0))
+        centre = (mean + offset).mean(2, keepdim=True)
+        away = mean + offset - centre
+        r = torch.rsqrt((variance + away.square()).mean(2, keepdim=True) + eps)
+        scale, moved = r * weight, offset - centre
+        ctx.save_for_backward(x, weight, r, moved, away)
+        return x.to(weight.dtype) * scale.flatten(1)[:, None] + (moved * scale + bias).flatten(1)[:, None]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        x, weight, r, moved, away = ctx.saved_tensors
+        pixels, members = x.shape[1], weight.shape[1]
+        dy = dy.to(weight.dtype)
+        with_x, alone = (total.view(moved.shape) for total in ((dy * x.to(weight.dtype)).sum(1), dy.sum(1)))
+        with_u = with_x + moved * alone
+        q = -(r**3) * (with_u * weight).sum(2, keepdim=True) / (pixels * members)
+        p = -r * (alone * weight).sum(2, keepdim=True) / (pixels * members)
+        dx = dy * (r * weight).flatten(1)[:, None] + x.to(weight.dtype) * q.expand_as(moved).flatten(1)[:, None] + (moved * q + p).flatten(1)[:, None]
+        d_offset = r * weight * alone + pixels * (away * q + p)
+        return dx.to(x.dtype), d_offset, _over_batch(with_u * r), _over_batch(alone), None
+
+
+def _over_batch(x: Tensor) -> Tensor:
+    """The sum of (B, ...) over B, in two stages where that divides: one alone keeps a handful of the GPU's processors busy."""
+    stage = 16
+    return x.view(-1, stage, *x.shape[1:]).sum(1).sum(0) if len(x) % stage == 0 else x.sum(0)
+
+
 class GroupNorm(nn.GroupNorm):
     """torch's group norm, of (B, C, ...)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The same values in the same order of memory as x."""
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        """The norm of x + offset, (B, C), in the same order of memory as x. An offset only where it is compiled."""
         if not torch.compiler.is_compiling():
             return super().forward(x)
-        last = x.movedim(1, -1).float()  # torch.autocast too takes it to float32
-        # Sums over pixels for each channel, which lie side by side, then over the few channels of a group: the gradient has the same form.
-        variance, mean = (part.view(len(x), self.num_groups, -1) for part in torch.var_mean(last.flatten(1, -2), 1, correction=0))
-        centre = mean.mean(2, keepdim=True)
-        spread = variance.mean(2, keepdim=True) + (mean - centre).square().mean(2, keepdim=True)
-        scale = torch.rsqrt(spread + self.eps) * self.weight.view(self.num_groups, -1)
-        shift = self.bias.view(self.num_groups, -1) - centre * scale
-        wide = (len(x), *[1] * (x.ndim - 2), x.shape[1])
-        return (last * scale.view(wide) + shift.view(wide)).movedim(-1, 1)
+        size, channels = x.shape[:2]
+        last = x.movedim(1, -1)
+        grouped = (size, self.num_groups, channels // self.num_groups)
+        offset = self.weight.new_zeros(size, channels) if offset is None else offset
+        given = last.flatten(1, -2), offset.to(self.weight.dtype).view(grouped)  # torch.autocast too has norms in float32
+        y: Tensor = Normalised.apply(*given, self.weight.view(grouped[1:]), self.bias.view(grouped[1:]), self.eps)  # type: ignore[no-untyped-call]
+        return y.view(last.shape).movedim(-1, 1)
 
 
 class Residual(ResnetBlock2D):  # type: ignore[misc]
@@ -37,11 +77,15 @@ class Residual(ResnetBlock2D):  # type: ignore[misc]
 
     def forward(self, input_tensor: Tensor, temb: Tensor, *args: object, **kwargs: object) -> Tensor:
         """(B, C', H, W) from (B, C, H, W) and the embedded time (B, E)."""
-        x = self.conv1(self.nonlinearity(self.norm1(input_tensor)))
-        x = x + self.time_emb_proj(self.nonlinearity(temb))[:, :, None, None]
-        x = self.conv2(self.dropout(self.nonlinearity(self.norm2(x))))
+        if not torch.compiler.is_compiling():
+            out: Tensor = super().forward(input_tensor, temb)
+            return out
+        x, first = self.nonlinearity(self.norm1(input_tensor)), self.conv1
+        offset = self.time_emb_proj(self.nonlinearity(temb)) + first.bias  # what is the same for all pixels goes to the norm
+        x = self.norm2(F.conv2d(x, first.weight, stride=first.stride, padding=first.padding), offset)
+        x = self.conv2(self.dropout(self.nonlinearity(x)))
         kept = input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)
-        out: Tensor = (kept + x) / self.output_scale_factor
+        out = (kept + x) / self.output_scale_factor
         return out
 
 
