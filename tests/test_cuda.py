@@ -160,6 +160,23 @@ def test_learned_samplers_do_not_synchronise_between_probes(sampler):
             clock.updated()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_probe_that_looks_once_does_not_synchronise():
+    model, x0 = Small().cuda(), torch.ones(32, 2, device="cuda")
+    optimizer = torch.optim.Adam(model.parameters(), fused=True, capturable=True)
+    clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(optimizer, model=model)
+    for step in range(8):
+        torch.cuda.set_sync_debug_mode("error" if step > 3 else "default")
+        try:
+            b = clock.draw(x0, predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert clock.sampler.probes == 8
+
+
 def test_a_run_moves_from_gpu_to_cpu():
     gpu = nc.Clock("linear", "speed")
     gpu.loss(gpu.draw(torch.zeros(8, 2, device="cuda")), torch.zeros(8, 2, device="cuda"))

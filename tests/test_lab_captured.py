@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import noiseclock.lab.train as lab_train
+from noiseclock.core.lookahead import gradient_of_sum
 from noiseclock.lab import checkpoint
 from noiseclock.lab.built import sampled
 from noiseclock.lab.captured import CapturedForward
@@ -16,6 +17,7 @@ from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure
 from noiseclock.lab.models import build
 from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.shards import spread
 from noiseclock.lab.train import train, why_not_captured
 from noiseclock.lab.trained import opened
 from small_runs import TINY, UNET, lines
@@ -39,6 +41,15 @@ def test_averages_move_alike_by_a_number_and_by_a_tensor():
     before = by_tensor.state_dict()["weight"].clone()
     by_tensor.towards(torch.tensor(0.0))  # an update that was lost
     assert torch.equal(before, by_tensor.state_dict()["weight"])
+
+
+def test_moments_come_back_in_the_order_of_memory_of_their_parameters():
+    """A fused optimiser on a GPU refuses others."""
+    like = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    value = torch.arange(48.0).view(4, 3, 2, 2)
+    assert spread(value, like).stride() == like.stride()
+    assert torch.equal(spread(value, like), value)
+    assert spread(torch.tensor(3.0), like) == 3.0  # a count of steps
 
 
 @pytest.mark.parametrize(
@@ -133,8 +144,9 @@ def test_lost_updates_are_counted_change_nothing_and_end_the_run(tmp_path):
 
 
 @on_cuda
-def test_a_captured_training_resumes(tmp_path):
-    settings = replace(TINY, updates=60, log_every=1, save_every=30, dropout=0.0)
+@pytest.mark.parametrize("small", [TINY, UNET], ids=["dit", "unet"])  # the second with its weights, but not its checkpoints, in channels-last order
+def test_a_captured_training_resumes(small, tmp_path):
+    settings = replace(small, updates=60, log_every=1, save_every=30, dropout=0.0)
     whole = [record.loss for record in train(settings, tmp_path / "whole", device="cuda")]
     for record in train(settings, tmp_path / "run", device="cuda"):
         if record.step == 30:
@@ -164,6 +176,23 @@ def test_a_captured_network_predicts_the_same(classes):
         with torch.no_grad():
             assert torch.allclose(fast(x, t, *labels), net(x, t, *labels), rtol=1e-4, atol=1e-4)
     assert len(fast._graphs) == 2
+
+
+@on_cuda
+def test_a_captured_gradient_is_the_plain_one():
+    torch.manual_seed(0)
+    net = build("unet", (3, 8, 8), channels=16, multipliers=(1, 2), blocks=1, attention=(4,)).cuda().eval()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.1)
+    fast, parameters = CapturedForward(net), list(net.parameters())
+    for _ in range(2):
+        x, target = torch.randn(2, 4, 3, 8, 8, device="cuda")
+        given = x, torch.randint(0, 1000, (4,), device="cuda"), None, target, torch.rand(4, device="cuda")
+        found, wanted = (
+            torch.cat([g.flatten() for g in gradient]) for gradient in (fast.gradient(parameters, *given), gradient_of_sum(net, parameters, *given))
+        )
+        assert (found - wanted).norm() < 1e-3 * wanted.norm()  # convolutions in TF32 may choose other kernels
+    assert len(fast._graphs) == 1
 
 
 @on_cuda

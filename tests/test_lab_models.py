@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 import noiseclock as nc
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import DIT, build, count, time_scale
-from noiseclock.lab.models.channels_last import Normalised
+from noiseclock.lab.models.channels_last import Dropout, Normalised
 
 SMALL = {
     "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
@@ -296,3 +296,28 @@ def test_the_written_out_gradient_of_the_group_norm_is_its_gradient():
     assert torch.autograd.gradcheck(lambda *of: Normalised.apply(*of, 1e-5), given)
     wanted = F.group_norm((x + offset.flatten(1)[:, None]).transpose(1, 2), 2, weight.flatten(), bias.flatten(), 1e-5)
     assert torch.allclose(Normalised.apply(*given, 1e-5), wanted.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+def test_compiled_dropout_drops_its_share_independently_and_the_gradient_with_it():
+    torch.manual_seed(0)
+    layer = Dropout(0.2)
+    x = torch.full((16, 32, 32, 32), 2.0).to(memory_format=torch.channels_last).requires_grad_()
+    compiled = torch.compile(layer, backend="aot_eager")
+    one, other = compiled(x), compiled(x)
+    n = x.numel()
+    dropped = [y == 0 for y in (one, other)]
+    assert torch.equal(one[~dropped[0]].unique(), torch.tensor([2.5]))  # 2/(1-0.2)
+    for share, p in [
+        (dropped[0], 0.2),
+        (dropped[1], 0.2),
+        (dropped[0] & dropped[1], 0.04),  # one call tells nothing of the next
+        (dropped[0][:, 1:] & dropped[0][:, :-1], 0.04),  # and no value of its neighbour in memory, row, column or batch
+        (dropped[0][..., 1:] & dropped[0][..., :-1], 0.04),
+        (dropped[0][:, :, 1:] & dropped[0][:, :, :-1], 0.04),
+        (dropped[0][1:] & dropped[0][:-1], 0.04),
+    ]:
+        assert abs(share.double().mean() - p) < 4 * (p * (1 - p) / n) ** 0.5 * 1.1  # four standard errors, and pairs are a little fewer
+    one.sum().backward()
+    assert torch.equal(x.grad == 0, dropped[0])
+    layer.eval()
+    assert torch.equal(compiled(x), x)

@@ -31,7 +31,7 @@ from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit
 from noiseclock.core.schedules import Discrete, Linear, Quadratic
 from noiseclock.core.selection import SELECTORS, Queue, r_squared
 from noiseclock.core.streams import finalize
-from noiseclock.core.table import Table, cell, lasting
+from noiseclock.core.table import Table, cell, lasting, wide
 from noiseclock.core.weightings import VLB
 
 CELLS = 1000  # of time, where the schedule has no steps
@@ -222,9 +222,12 @@ class Adaptive(Sampler):
         batch_after, row_after = self._measure(probe)
         fall = batch_before - batch_after  # (|S|, B)
         reward = fall.sum(0) if self.variant == "released" else fall.mean(0)
+        mean, square = self._learn(probe.x0, batch.time, reward)
         if self.select != "all":
             self._queue.push(row_before - row_after)
-        self._learn(probe.x0, batch.time, reward)
+        mean = mean.cpu()
+        self._look(mean, 1 / float(square))
+        self._mean.set_(mean)
         self.probes += 1
 
     def _measure(self, probe: Probe) -> tuple[Tensor, Tensor]:
@@ -256,12 +259,11 @@ class Adaptive(Sampler):
             probe.rows = alone.rows
         return torch.cat(ranks.gathered(losses))[: len(grid)]
 
-    def _learn(self, x0: Tensor, time: Tensor, reward: Tensor) -> None:
-        """One step of the policy, with the same gradient on every rank."""
+    def _learn(self, x0: Tensor, time: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the policy, with the same gradient on every rank: the new mean density (n,) over the batch, and E_p[(base/p)²] (1,)."""
         policy = self._policy_for(x0)
         assert self._optimizer is not None
         usable = reward.isfinite()
-        self.skipped += int((~usable).sum())
         advantage = self._advantage(torch.where(usable, reward, 0.0), usable.to(reward.dtype))
         with torch.enable_grad():
             pmf = self._pmf(x0)
@@ -274,7 +276,10 @@ class Adaptive(Sampler):
             gradients = torch.autograd.grad(-gain, list(policy.parameters()))
         grads = [g.detach().clone() for g in gradients]
         ranks.average_(grads)
-        if all(bool(g.isfinite().all()) for g in grads):
+        finite = torch.stack([g.isfinite().all() for g in grads]).all()
+        lost, finite_at_last = torch.stack([(~usable).sum(), finite]).tolist()  # one look at the device for both
+        self.skipped += lost
+        if finite_at_last:
             for p, g in zip(policy.parameters(), grads, strict=True):
                 p.grad = g
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -282,11 +287,10 @@ class Adaptive(Sampler):
             self._optimizer.zero_grad()
         with torch.no_grad():
             pmf = self._pmf(x0)
-            # the mean density and E_p[(base/p)²], whose inverse is the effective sample size of a corrected loss
+            # the inverse of the second is the effective sample size of a corrected loss
             mean, square = pmf.mean(0), (self._base(pmf.device).square() / pmf).sum(1).mean().reshape(1)
             ranks.average_([mean, square])
-            self._look(mean.cpu(), 1 / float(square))
-            self._mean.set_(mean.cpu())
+        return mean, square
 
     def _base(self, device: torch.device) -> Tensor:
         """(n,) the probabilities of the cells under the base."""
@@ -297,15 +301,14 @@ class Adaptive(Sampler):
         """The reward as the policy gradient sees it: raw in the paper; in ours centred and scaled by what past probes gave, on all ranks."""
         if self.variant != "noiseclock":
             return reward
-        now = ranks.total(torch.stack([usable.sum(), reward.sum(), reward.square().sum()])).cpu().double()
-        if now[0] == 0:
-            return reward
-        past = self._reward if self._reward[0] > 0 else now
-        self._reward = MEMORY * self._reward + (1 - MEMORY) * now
-        mean = float(past[1] / past[0])
-        spread = max(float(past[2] / past[0]) - mean**2, 0.0) ** 0.5
-        advantage: Tensor = (reward - mean) / max(spread, 1e-30)
-        return advantage
+        now = ranks.total(torch.stack([usable.sum(), reward.sum(), reward.square().sum()])).to(wide(reward.device))
+        self._reward = self._reward.to(now)
+        any_usable = now[0] > 0
+        count, total, squares = torch.where(self._reward[0] > 0, self._reward, now)
+        self._reward = torch.where(any_usable, MEMORY * self._reward + (1 - MEMORY) * now, self._reward)
+        mean = total / count
+        spread = (squares / count - mean**2).clamp(min=0).sqrt().clamp(min=1e-30)
+        return torch.where(any_usable, (reward - mean) / spread, reward).to(reward.dtype)
 
     # --- signs of trouble ---------------------------------------------------------------------------------------------------------------
 
@@ -340,8 +343,9 @@ class Adaptive(Sampler):
         if self.select == "all" or len(rows) < self.queue:
             return
         generator = torch.Generator("cpu").manual_seed(0)
-        random = [r_squared(rows, torch.randperm(rows.shape[1], generator=generator)[: self.count]) for _ in range(20)]
-        self._chance = self._chance + 1 if not self._queue.r_squared > sorted(random)[10] else 0
+        random = torch.stack([torch.randperm(rows.shape[1], generator=generator)[: self.count] for _ in range(20)])
+        by_chance = r_squared(rows, random).sort().values[10]
+        self._chance = self._chance + 1 if not self._queue.r_squared > by_chance else 0
         if self._chance >= 5:
             self._health.warn(
                 "selection",
@@ -357,7 +361,7 @@ class Adaptive(Sampler):
             "probes": self.probes,
             "skipped": self.skipped,
             "chance": self._chance,
-            "reward": self._reward.clone(),
+            "reward": self._reward.cpu().double(),
             "mean": self._mean.values.clone(),
             "queue": self._queue.state_dict(),
         }

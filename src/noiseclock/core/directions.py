@@ -95,11 +95,11 @@ def scaled(parts: list[Tensor], power: Sequence[Tensor | float]) -> list[Tensor]
 def derivative(modules: list[nn.Module], direction: Sequence[Tensor], losses: Callable[[], Tensor]) -> Tensor:
     """(N,) the derivative of `losses()` (N,) along a direction of the trained parameters, which are afterwards what they were, bit for bit."""
     parameters = trained(modules)
+    spread = sharded(parameters)
     for p in parameters:
         if p.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"a step of a thousandth is lost in parameters of {p.dtype}; keep them in float32 and use autocast")
     mine = [local(p) for p in parameters]
-    spread = sharded(parameters)
     length, size = (_norm(part, spread) for part in (direction, mine))
     h = STEP * size / length.clamp(min=torch.finfo(length.dtype).tiny)
     step = torch._foreach_mul(list(direction), h.to(direction[0].dtype))
@@ -107,20 +107,20 @@ def derivative(modules: list[nn.Module], direction: Sequence[Tensor], losses: Ca
     torch._foreach_copy_(kept, mine)
     try:
         torch._foreach_add_(mine, step)
-        _forget_gathered(modules)
+        _forget_gathered(modules, spread)
         above = losses()
         torch._foreach_copy_(mine, kept)
         torch._foreach_sub_(mine, step)
-        _forget_gathered(modules)
+        _forget_gathered(modules, spread)
         return (above - losses()) / (2 * h).to(above.dtype)
     finally:
         torch._foreach_copy_(mine, kept)
-        _forget_gathered(modules)
+        _forget_gathered(modules, spread)
 
 
-def _forget_gathered(modules: list[nn.Module]) -> None:
+def _forget_gathered(modules: list[nn.Module], spread: bool) -> None:
     """FSDP2 may keep whole parameters between two forward passes, as they were at the first."""
-    for root in modules:
+    for root in modules if spread else ():
         for module in root.modules():
             if isinstance(reshard := getattr(module, "reshard", None), MethodType):
                 reshard()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,20 +61,31 @@ def _gradient(probe: Probe, target: Weighting, time: Tensor, rows: Tensor) -> li
     parameters = trained(probe.modules)
     if sharded(parameters):
         raise ValueError("a utility needs the gradient of a model that is whole, and this one is sharded")
-    predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)
-    weight = target(probe.schedule, time, probe.objective)
-    total = [torch.zeros_like(p) for p in parameters]
-    with undisturbed(probe.modules, probe.x0.device):
+    # a predict that replays graphs has one for gradients too
+    gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
+    weight = target(probe.schedule, time, probe.objective) / len(rows)
+    total: list[Tensor] = []
+    with undisturbed(probe.modules, probe.x0.device), torch.autocast(probe.x0.device.type, enabled=False):
         for start in range(0, len(rows), probe.rows):
             chosen, at = rows[start : start + probe.rows], time[start : start + probe.rows]
             x_t, wanted = noised(probe.schedule, probe.objective, probe.x0[chosen], probe.noise[chosen], at)
-            with torch.enable_grad(), torch.autocast(probe.x0.device.type, enabled=False):
-                prediction = call(predict, x_t, probe.schedule.condition(at), take_rows(probe.cond, chosen, len(probe.x0)))
-                loss = (squared_error(prediction, wanted) * weight[start : start + probe.rows]).sum() / len(rows)
-                found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-            total = [t + f for t, f in zip(total, found, strict=True)]
+            cond = take_rows(probe.cond, chosen, len(probe.x0))
+            found = gradient(parameters, x_t, probe.schedule.condition(at), cond, wanted, weight[start : start + probe.rows])
+            if total:
+                torch._foreach_add_(total, found)
+            else:
+                total = [f.clone() for f in found] if len(rows) > probe.rows else list(found)
     ranks.average_(total)
     return total
+
+
+def gradient_of_sum(
+    predict: Predict, parameters: Sequence[Tensor], x_t: Tensor, t: Tensor, cond: Any, target: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradient of Σ weight·loss over a batch, for each parameter."""
+    with torch.enable_grad():
+        loss = (squared_error(call(predict, x_t, t, cond), target) * weight).sum()
+        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
 
 
 @dataclass

@@ -64,6 +64,10 @@ class Priced(LearnedDensity):
     def cells(self) -> int:
         return self.bins
 
+    @property
+    def compares(self) -> bool:
+        return False
+
     def bind(self, setting: Setting) -> Self:
         bound: Self = replace(self)  # type: ignore[type-var]  # every subclass is a dataclass
         bound._setting = setting

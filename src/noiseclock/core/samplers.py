@@ -70,6 +70,11 @@ class Sampler(ABC):
         return False
 
     @property
+    def compares(self) -> bool:
+        """Do its probes compare the model before and after an update? If not, it need not know whether that was left out, nor wait for it."""
+        return True
+
+    @property
     def needs_updates(self) -> bool:
         """Does it stand still unless a Clock is told of the optimiser's updates?"""
         return self.every > 0 or self.counts_updates

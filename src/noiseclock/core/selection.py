@@ -75,16 +75,17 @@ def _mean(rows: Tensor) -> Tensor:
     return rows[:, rows.isfinite().all(0)].mean(1)
 
 
-def r_squared(rows: Tensor, selected: Tensor) -> float:
-    """How well the mean over the selected columns follows the mean over all, as a squared correlation; NaN with fewer than three rows.
+def r_squared(rows: Tensor, selected: Tensor) -> Tensor:
+    """(...) how well the mean over the selected columns (..., S) follows the mean over all, as a squared correlation; NaN with fewer than three rows.
 
     >>> r_squared(torch.randn(9, 5, generator=torch.Generator().manual_seed(0)), torch.arange(5))
-    1.0
+    tensor(1.)
     """
-    if len(rows) < ENOUGH or len(selected) == 0:
-        return float("nan")
-    both = torch.stack([rows[:, selected].mean(1), _mean(rows)])
-    return float(torch.corrcoef(both)[0, 1].square().clamp(max=1))
+    if len(rows) < ENOUGH or selected.numel() == 0:
+        return rows.new_full(selected.shape[:-1], torch.nan)
+    some, aim = rows.T[selected].mean(-2), _mean(rows)  # (..., n) and (n,)
+    some, aim = some - some.mean(-1, keepdim=True), aim - aim.mean()
+    return ((some @ aim).square() / (some.square().sum(-1) * aim.square().sum())).clamp(max=1)
 
 
 class Queue:
@@ -110,7 +111,7 @@ class Queue:
     @property
     def r_squared(self) -> float:
         """Of the selected columns, over the rows."""
-        return r_squared(self.rows, self.selected)
+        return float(r_squared(self.rows, self.selected))
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows.clone(), "selected": self.selected.clone()}

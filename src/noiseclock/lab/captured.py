@@ -9,13 +9,15 @@ images, the learning rate, the weight of the averages, the sampler's tables. Ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from noiseclock.core.batch import call
+from noiseclock.core.lookahead import gradient_of_sum
 from noiseclock.core.probes import autocast_dtype
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.recipes import Recipe
@@ -63,7 +65,7 @@ class CapturedUpdate:
         skipped: int = 0,
     ) -> None:
         self._losses, self._optimizer, self._ema, self._clip, self._replayed = losses, optimizer, ema, clip, replayed
-        self._parameters = list(net.parameters())
+        self._parameters = sorted(net.parameters(), key=Tensor.numel)  # see lab/train.py
         self._generator = generator
         self._images: Tensor | None = None
         self._labels: Tensor | None = None
@@ -129,34 +131,44 @@ class CapturedForward:
     def __init__(self, net: nn.Module) -> None:
         self.net = net
         self._orig_mod = getattr(net, "_orig_mod", net)  # who needs gradients asks a compiled module for this
-        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor | None], Any]] = {}
 
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """The prediction for x (B, ...) at t (B,)."""
-        inputs = [x, t] if labels is None else [x, t, labels]
-        key = *((given.shape, given.dtype) for given in inputs), autocast_dtype(x.device)
+        net = self._orig_mod if autocast_dtype(x.device) is None else self.net
+        out: Tensor = self._replayed(lambda x, t, labels: call(net, x, t, labels), x, t, labels)
+        return out
+
+    def gradient(
+        self, parameters: Sequence[Tensor], x: Tensor, t: Tensor, labels: Tensor | None, target: Tensor, weight: Tensor
+    ) -> tuple[Tensor, ...]:
+        """See `gradient_of_sum`."""
+        found: tuple[Tensor, ...] = self._replayed(partial(gradient_of_sum, self._orig_mod, parameters), x, t, labels, target, weight)
+        return found
+
+    def _replayed(self, run: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        """`run(*inputs)`, which is captured when these shapes come for the first time."""
+        device = next(given.device for given in inputs if given is not None)
+        key = *(None if given is None else (given.shape, given.dtype) for given in inputs), autocast_dtype(device)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(inputs)
+            static = [None if given is None else _copy(given) for given in inputs]
+            for _ in range(WARMUP):
+                _apart(lambda: run(*static))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = run(*static)
+            self._graphs[key] = graph, static, out
         graph, static, out = self._graphs[key]
         for mine, given in zip(static, inputs, strict=True):
-            mine.copy_(given)
+            if mine is not None and given is not None:
+                mine.copy_(given)
         graph.replay()
         return out
 
-    def _capture(self, inputs: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
-        net = self._orig_mod if autocast_dtype(inputs[0].device) is None else self.net
-        static = [given.clone(memory_format=torch.channels_last if given.ndim == 4 else torch.contiguous_format) for given in inputs]
 
-        def forward() -> Tensor:
-            return call(net, static[0], static[1], static[2] if len(static) == 3 else None)
-
-        for _ in range(WARMUP):
-            _apart(forward)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = forward()
-        return graph, static, out
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)
 
 
 def _apart(run: Callable[[], Any]) -> None:

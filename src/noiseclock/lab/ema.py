@@ -23,9 +23,10 @@ class EMA:
 
     def __init__(self, net: nn.Module, decay: float) -> None:
         self.decay = decay
-        self._names = [name for name, _ in net.named_parameters()]
+        named = sorted(net.named_parameters(), key=lambda pair: pair[1].numel())  # which is faster, as for an optimiser
+        self._names = [name for name, _ in named]
         # kept, because a sharded network that was just looked at has whole ones in their place until the next update
-        self._parameters = list(net.parameters())
+        self._parameters = [p for _, p in named]
         self._means = [p.detach().clone() for p in self._parameters]
 
     def weight(self, updates: int) -> float:

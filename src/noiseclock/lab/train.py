@@ -109,7 +109,9 @@ class Run:
         self.predict: nn.Module = self._wrapped(shard)
         weighting = self.clock.weighting
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
-        groups = [{"params": params} for params in (list(self.net.parameters()), self.others) if params]  # apart: only the first may be sharded
+        # by size, because a GPU works on a list of tensors in parts and waits for the largest of each; others apart: only the first may be sharded
+        by_size = sorted(self.net.parameters(), key=Tensor.numel)
+        groups = [{"params": params} for params in (by_size, self.others) if params]
         make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
         self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
         captured = not self.not_captured
