@@ -6,8 +6,9 @@
 
 Trains `cifar10-sprint` on random images, in rounds: a block of updates of every variant in turn, each with its own network, and the median over
 rounds is told, so a machine that slows down does so for all. A block is as long as a sampler's time between probes, so that it has its share of
-them. "First" is the time of the first four updates: compiling, choosing kernels, capturing. With --kernels, the JSON also says
-which kernels the time of an update goes to.
+them, and begins half-way between two: the device is waited for at its ends, which in a training happens where something is logged. "First" is the
+time of the first four updates: compiling, choosing kernels, capturing. With --kernels, the JSON also says which kernels the time of an update
+goes to.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Cost:
 class Variant:
     """One training that can be taken a block further."""
 
-    def __init__(self, settings: Recipe, how: str, folder: Path, device: str) -> None:
+    def __init__(self, settings: Recipe, how: str, folder: Path, device: str, block: int) -> None:
         self.settings, self.how = replace(settings, compile=how == "compiled"), how
         reason = {"return_value": "it is measured without"} if how == "plain" else {"side_effect": why_not_captured}
         with patch.object(trainer, "why_not_captured", **reason):
@@ -68,14 +69,13 @@ class Variant:
         run.save = lambda log: None  # type: ignore[method-assign]  # a gigabyte that nobody wants
         self._cuda = run.device.type == "cuda"
         self._updates: Iterator[Record] = run.updates(Wish())
-        self.block = max(settings.log_every, run.clock.sampler.every)
+        self.block = max(block, run.clock.sampler.every)
         self.rounds: list[float] = []
         self.kernels: list[tuple[float, float, str]] | None = None
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         self.first = self._take(WARMUP + 1)
-        self._take(settings.log_every - WARMUP - 1)  # to the next look, so that blocks begin and end with one
-        self._take(self.block)
+        self._take(self.block + self.block // 2 - WARMUP - 1)  # probes are made at multiples of a block
         self.memory = torch.cuda.max_memory_allocated() / 2**30 if self._cuda else None
 
     def _take(self, updates: int) -> float:
@@ -106,14 +106,14 @@ class Variant:
         )  # fmt: skip
 
 
-def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str, *, kernels: bool) -> Iterator[list[Cost]]:
+def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str, *, block: int, kernels: bool) -> Iterator[list[Cost]]:
     """What is known of every variant after each round."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random images teach a policy nothing
         variants = []
         for i, (one, how) in enumerate(settings):
             (Path(folder) / str(i)).mkdir()
-            variants.append(Variant(one, how, Path(folder) / str(i), device))
+            variants.append(Variant(one, how, Path(folder) / str(i), device, block))
             print(f"{one.channels} channels, batch {one.batch}, {how}, {one.sampler}: first {variants[-1].first:.1f} s", flush=True)
         for _ in range(rounds):
             for variant in variants:
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     how = args.how or (HOW if args.device == "cuda" else HOW[:1])
     images = Images("random", torch.randint(0, 256, (2000, 3, args.size, args.size), dtype=torch.uint8))
     base = replace(
-        recipe("cifar10-sprint"), updates=10**9, log_every=args.block, save_every=0, validate_every=0, sample_every=0, track=(),
+        recipe("cifar10-sprint"), updates=10**9, save_every=0, validate_every=0, sample_every=0, track=(),
         attention=(args.size // 2,), precision="bf16" if args.device == "cuda" else "fp32",
     )  # fmt: skip
     variants = [
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     }  # fmt: skip
     costs: list[Cost] = []
     with patch.object(trainer, "loaded", return_value=[images, images]):
-        for costs in measure(variants, args.rounds, args.device, kernels=args.kernels):
+        for costs in measure(variants, args.rounds, args.device, block=args.block, kernels=args.kernels):
             if args.out:  # after every round, so that a run cut short has not been in vain
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps({"setup": setup, "costs": [asdict(cost) for cost in costs]}, indent=1) + "\n")

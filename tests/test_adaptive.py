@@ -434,6 +434,24 @@ def test_rewards_that_are_no_numbers_are_skipped_and_counted():
     assert np.isfinite(clock.plot_data().p).all()
 
 
+def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():
+    clock, model, _ = started(nc.Adaptive(every=1, stride=10), steps=4)
+    sampler = clock.sampler
+    policy = [p.detach().clone() for p in sampler._policy.parameters()]
+    rows, reward, skipped, updates = sampler._queue.rows.clone(), sampler._reward.clone(), sampler.skipped, clock.updates
+    b = clock.draw(ring().sample(32), predict=model)
+    clock.loss(b, model(b.x_t, b.t))
+    with torch.no_grad():
+        next(model.parameters()).add_(0.1)  # so that there would be something to learn
+    clock.updated(skipped=torch.tensor(1.0))
+    assert sampler.probes == 5
+    assert sampler.skipped == skipped + 32
+    assert torch.equal(sampler._queue.rows, rows)
+    assert torch.equal(sampler._reward, reward)
+    assert clock.updates == updates
+    assert all(torch.equal(a, p) for a, p in zip(policy, sampler._policy.parameters(), strict=True))
+
+
 def test_warnings_are_given_once_with_advice():
     clock, _, _ = started(nc.Adaptive(every=2), steps=0)
     adaptive = clock.sampler

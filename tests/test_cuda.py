@@ -141,7 +141,7 @@ def test_learned_samplers_learn_on_the_device_and_resume_there_and_on_the_cpu(sa
         assert torch.allclose(b.time.cpu(), expected.time.cpu(), rtol=0, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:.*no optimiser is known")
 @pytest.mark.parametrize("sampler", LEARNING, ids=repr)
 def test_learned_samplers_do_not_synchronise_between_probes(sampler):
     model, x0 = Small().cuda(), torch.ones(32, 2, device="cuda")

@@ -99,6 +99,10 @@ class Adaptive(Sampler):
         if not 0 < self.floor < 1:
             raise ValueError(f"Adaptive: floor must lie between 0 and 1, so that every time stays reachable, got {self.floor}")
 
+    @property
+    def must_know(self) -> bool:
+        return False
+
     # --- where it works -----------------------------------------------------------------------------------------------------------------
 
     def bind(self, setting: Setting) -> Self:
@@ -151,7 +155,7 @@ class Adaptive(Sampler):
                 policy = Policy(shape, self.hidden)
             with lasting():
                 self._policy = policy.to(x0.device)
-            self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.learning_rate)
+            self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.learning_rate, fused=True)
             self._shape = shape
             if self._saved is not None:
                 self._restore(self._saved)
@@ -222,10 +226,16 @@ class Adaptive(Sampler):
         batch_after, row_after = self._measure(probe)
         fall = batch_before - batch_after  # (|S|, B)
         reward = fall.sum(0) if self.variant == "released" else fall.mean(0)
-        mean, square = self._learn(probe.x0, batch.time, reward)
-        if self.select != "all":
-            self._queue.push(row_before - row_after)
-        mean = mean.cpu()
+        lost = torch.zeros((), dtype=torch.bool, device=reward.device) if probe.lost is None else probe.lost
+        usable = reward.isfinite() & ~lost
+        mean, square = self._learn(probe.x0, batch.time, reward, usable, lost)
+        # one look at the device for all that the host must know, after everything is on its way there
+        row = row_before - row_after
+        told = torch.cat([mean, square, torch.stack([(~usable).sum(), lost]), row]).cpu().double()
+        mean, (square, skipped, none), row = told[: self.cells], told[self.cells : self.cells + 3], told[self.cells + 3 :]
+        self.skipped += int(skipped)
+        if self.select != "all" and not none:
+            self._queue.push(row)
         self._look(mean, 1 / float(square))
         self._mean.set_(mean)
         self.probes += 1
@@ -259,11 +269,10 @@ class Adaptive(Sampler):
             probe.rows = alone.rows
         return torch.cat(ranks.gathered(losses))[: len(grid)]
 
-    def _learn(self, x0: Tensor, time: Tensor, reward: Tensor) -> tuple[Tensor, Tensor]:
+    def _learn(self, x0: Tensor, time: Tensor, reward: Tensor, usable: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
         """One step of the policy, with the same gradient on every rank: the new mean density (n,) over the batch, and E_p[(base/p)²] (1,)."""
         policy = self._policy_for(x0)
         assert self._optimizer is not None
-        usable = reward.isfinite()
         advantage = self._advantage(torch.where(usable, reward, 0.0), usable.to(reward.dtype))
         with torch.enable_grad():
             pmf = self._pmf(x0)
@@ -276,15 +285,13 @@ class Adaptive(Sampler):
             gradients = torch.autograd.grad(-gain, list(policy.parameters()))
         grads = [g.detach().clone() for g in gradients]
         ranks.average_(grads)
-        finite = torch.stack([g.isfinite().all() for g in grads]).all()
-        lost, finite_at_last = torch.stack([(~usable).sum(), finite]).tolist()  # one look at the device for both
-        self.skipped += lost
-        if finite_at_last:
-            for p, g in zip(policy.parameters(), grads, strict=True):
-                p.grad = g
-            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        for p, g in zip(policy.parameters(), grads, strict=True):
+            p.grad = g
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        # a fused optimiser looks here, and leaves everything as it was where this is not 0
+        self._optimizer.found_inf = (~norm.isfinite() | lost).float()  # type: ignore[attr-defined]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         with torch.no_grad():
             pmf = self._pmf(x0)
             # the inverse of the second is the effective sample size of a corrected loss

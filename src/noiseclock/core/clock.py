@@ -270,11 +270,13 @@ class Clock:
         skipped: a tensor on the device, not 0 where the update was left out, is waited for only where what comes next depends on it.
         """
         if isinstance(skipped, Tensor):
-            if (self._probe is not None and self.sampler.compares) or self.sampler.counts_updates or self.base.counts_updates:
+            if (self._probe is not None and self.sampler.must_know) or self.sampler.counts_updates or self.base.counts_updates:
                 skipped = bool(skipped)
             else:
                 before = torch.zeros_like(skipped) if self._unread_skips is None else self._unread_skips
                 self._unread_skips = before + (skipped > 0)
+                if self._probe is not None:
+                    self._probe.lost = skipped > 0
                 skipped = False
         probe, self._probe = self._probe, None
         if skipped:
@@ -310,7 +312,7 @@ class Clock:
         if self.sampler.every == 0 or self._updates < self._next_probe:
             return False
         # some updates may not have happened; where that matters, a probe costs far more than this look at the device
-        return not self.sampler.compares or self.updates >= self._next_probe
+        return not self.sampler.must_know or self.updates >= self._next_probe
 
     def probe(self, x0: Tensor, predict: Predict, cond: Any = None) -> None:
         """Show the sampler the model before the coming update, on x0 (B, ...); `updated` shows it again.

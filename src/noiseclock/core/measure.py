@@ -5,6 +5,7 @@ With ℓ_t(x0, eps) the plain loss of one sample at time t and g_t = ∇_θ ℓ_
     loss_over_time      E[ℓ_t] and E[w·ℓ_t]
     gradient_variance   Tr Var[g_t] over (x0, eps), and E‖g_t‖² = Tr Var[g_t] + ‖E g_t‖²
     interdependence     E[ℓ_t] before and after updates that saw times in one interval only
+    utility_over_time   what an update by one sample at time t does for an objective, to first order
 
 Each runs on any model, data and conditioning that a Clock trains, gives numpy arrays, and leaves the model as it was: parameters, buffers,
 gradients, training flags and random states.
@@ -13,6 +14,7 @@ gradients, training flags and random states.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,12 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from noiseclock.core.batch import Predict, at_least_float32, call, check_batch
+from noiseclock.core.checks import choose
 from noiseclock.core.clock import Clock
+from noiseclock.core.directions import metric, trained
 from noiseclock.core.gradient_variance import gradient_moments, split
+from noiseclock.core.lookahead import TARGETS, utility
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows
 from noiseclock.core.schedules import Array, as_time
 from noiseclock.core.streams import finalize
 from noiseclock.core.table import wide
+from noiseclock.core.weightings import Weighting
 
 
 class LossOverTime(NamedTuple):
@@ -63,6 +69,18 @@ class Interdependence(NamedTuple):
     before: Array
     after: Array
     change: Array
+
+
+class UtilityOverTime(NamedTuple):
+    """What a sample does for a target, by time bin, as numpy arrays (bins,).
+
+    time: the middle of each bin. utility: the decrease of the target that an update by one sample there brings, to first order; negative where it
+    hurts. error: its standard error over probes.
+    """
+
+    time: Array
+    utility: Array
+    error: Array
 
 
 def loss_over_time(
@@ -175,6 +193,51 @@ def interdependence(
             optimizer.zero_grad()
         after = losses()
     return Interdependence(time, before, after, after - before)
+
+
+def utility_over_time(
+    clock: Clock,
+    predict: Predict,
+    optimizer: Any,
+    x0: Tensor,
+    *,
+    cond: Any = None,
+    target: str | Weighting = "simple",
+    bins: int = 32,
+    probes: int = 32,
+    batch: int = 128,
+    seed: int = 0,
+    model: nn.Module | None = None,
+) -> UtilityOverTime:
+    """Which times help the objective that is meant and which hurt it: c(t) of `nc.Lookahead`, on x0 (N, ...), in evaluation mode.
+
+    target: "simple", "min-snr", "vlb", or the weighting of the loss that is meant. Each of the `probes` takes its gradient on one half of x0, chosen
+    anew, and prices the other half by the clock's own weighted loss, in the metric of `optimizer`. batch: rows in a forward. model: what is
+    measured, where it cannot be found from `predict`.
+    """
+    check_batch(x0, None)
+    if min(bins, probes) < 1:
+        raise ValueError(f"bins and probes must be at least 1, got {bins} and {probes}")
+    modules = _modules(predict, model)
+    power, unknown = metric(optimizer, trained(modules))
+    if unknown:
+        warnings.warn(f"{unknown}, so gradients are measured as they are", stacklevel=2)
+    wanted = TARGETS[choose("target", target, TARGETS)]() if isinstance(target, str) else target
+    generator = _generator(x0.device, seed, "noise")
+    found = np.full((probes, bins), np.nan)
+    for number in range(probes):
+        rows = torch.randperm(len(x0), generator=generator, device=x0.device)
+        some, cond_of_some = x0[rows], take_rows(cond, rows, len(x0))
+        noise = _noise(some, generator)
+        probe = Probe(predict, clock.schedule, clock.objective, some, cond_of_some, noise=noise, modules=modules, rows=min(batch, len(x0) // 2 or 1))
+        time, price = (part.cpu().double().numpy() for part in utility(probe, clock.weighting, wanted, power, number=number))
+        place = np.minimum((time * bins).astype(int), bins - 1)
+        count, total = (np.bincount(place, weights, bins) for weights in (None, price))
+        found[number] = np.divide(total, count, out=found[number], where=count > 0)
+    known = np.isfinite(found).sum(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a bin that no probe has reached has no mean
+        return UtilityOverTime(_grid(bins), np.nanmean(found, 0), np.nanstd(found, 0, ddof=1) / np.sqrt(known))
 
 
 @contextmanager

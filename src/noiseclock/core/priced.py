@@ -65,8 +65,8 @@ class Priced(LearnedDensity):
         return self.bins
 
     @property
-    def compares(self) -> bool:
-        return False
+    def must_know(self) -> bool:
+        return False  # it prices the model as it is
 
     def bind(self, setting: Setting) -> Self:
         bound: Self = replace(self)  # type: ignore[type-var]  # every subclass is a dataclass

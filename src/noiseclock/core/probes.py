@@ -70,7 +70,8 @@ class Probe:
     x0 (B, ...), noise (N, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
     evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always `rows` samples at a time, so that nothing
     recompiles; as many as the noise unless given, which needs no more memory than a training step. Where memory runs out all the same, `rows`
-    is halved until it suffices. optimizer: what trains it, if that is known.
+    is halved until it suffices. optimizer: what trains it, if that is known. lost: was the update left out? (0-d, bool) on the device, where only
+    that knows; None where it was made.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Probe:
         self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
         self.modules, self.autocast, self.rows = modules, autocast, rows or len(noise)
         self.optimizer = optimizer
+        self.lost: Tensor | None = None
 
     def first(self, samples: int) -> Probe:
         """The same with the first samples of the batch only."""

@@ -70,8 +70,8 @@ class Sampler(ABC):
         return False
 
     @property
-    def compares(self) -> bool:
-        """Do its probes compare the model before and after an update? If not, it need not know whether that was left out, nor wait for it."""
+    def must_know(self) -> bool:
+        """Must it know before `after` whether the update was made? That waits for the device; if not, `probe.lost` tells it there."""
         return True
 
     @property

@@ -33,6 +33,7 @@ from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.measure import gradient_variance, interdependence, loss_over_time
 from noiseclock.core.schedules import Array
 from noiseclock.lab import analyze_figures, wording
+from noiseclock.lab.built import by_size, optimizer_for
 from noiseclock.lab.data import batches, load
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.folder import difference, write_json
@@ -179,8 +180,7 @@ def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
     x0, cond = some(run, plan.images, device)
     found = []
     for interval in (INTERVAL, (0.0, 1.0)):
-        make = torch.optim.Adam if run.recipe.optimizer == "adam" else torch.optim.AdamW
-        optimizer = make(run.net.parameters(), lr=run.recipe.lr, betas=run.recipe.betas, weight_decay=run.recipe.weight_decay)
+        optimizer = optimizer_for(run.recipe, by_size(run.net))
         with _autocast(run, device):
             found.append(
                 interdependence(

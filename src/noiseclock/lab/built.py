@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noiseclock.core.clock import Clock
 from noiseclock.lab.captured import CapturedForward
@@ -14,6 +14,8 @@ from noiseclock.lab.errors import Mistake
 from noiseclock.lab.generate import generate
 from noiseclock.lab.models import build, time_scale
 from noiseclock.lab.recipes import Recipe
+
+WORTH_COMPILING = 200_000  # steps of single pictures
 
 
 def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
@@ -31,18 +33,39 @@ def sampled(
     net: Any, recipe: Recipe, clock: Clock, data: Images | Files, n: int, *, seed: int = 0, guidance: float = 1.0,
     solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
 ) -> Tensor:  # fmt: skip
-    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn."""
+    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn.
+
+    On a GPU every batch has the same size, `batch` at most, because a graph belongs to one; the network is compiled where the recipe says so and
+    there are enough steps to pay for the minute that it takes.
+    """
+    solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
+    device, wanted = torch.device(device), n
+    predict = net
+    if device.type == "cuda" and min(n, batch) > 0:
+        count = -(-n // batch)
+        batch = -(-n // count)
+        n = count * batch
+        predict = CapturedForward(torch.compile(net, dynamic=False) if recipe.compile and n * steps >= WORTH_COMPILING else net)  # type: ignore[arg-type]
     labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
     null = net.null if labels is not None else None
-    solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
-    device = torch.device(device)
-    predict = CapturedForward(net) if device.type == "cuda" else net
     # without a cache: a captured graph would read casts that are gone
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):
         return generate(
             predict, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
             guidance=guidance, null=null, device=device, variance=recipe.variance, progress=progress,
-        )  # fmt: skip
+        )[:wanted]  # fmt: skip
+
+
+def optimizer_for(recipe: Recipe, *groups: list[nn.Parameter], **how: Any) -> torch.optim.Optimizer:
+    """The recipe's optimiser of some groups of parameters. how: settings that depend on the machine."""
+    make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
+    options: dict[str, Any] = {"lr": recipe.lr, "betas": recipe.betas, "weight_decay": recipe.weight_decay, **how}
+    return make([{"params": group} for group in groups], **options)
+
+
+def by_size(net: nn.Module) -> list[nn.Parameter]:
+    """Its parameters, the small ones first: a GPU works on a list of tensors in parts, and on each for as long as the largest takes."""
+    return sorted(net.parameters(), key=Tensor.numel)
 
 
 def placed(net: Any, device: torch.device | str) -> Any:

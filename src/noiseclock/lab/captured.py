@@ -10,11 +10,11 @@ images, the learning rate, the weight of the averages, the sampler's tables. Ran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from noiseclock.core.batch import call
 from noiseclock.core.lookahead import gradient_of_sum
@@ -144,7 +144,15 @@ class CapturedForward:
         self, parameters: Sequence[Tensor], x: Tensor, t: Tensor, labels: Tensor | None, target: Tensor, weight: Tensor
     ) -> tuple[Tensor, ...]:
         """See `gradient_of_sum`."""
-        found: tuple[Tensor, ...] = self._replayed(partial(gradient_of_sum, self._orig_mod, parameters), x, t, labels, target, weight)
+        net = self._orig_mod
+        names = {id(p): name for name, p in net.named_parameters()}
+
+        def run(*given: Any) -> tuple[Tensor, ...]:
+            # by other names for the same memory: what autograd keeps for the parameters belongs to the stream of the updates
+            leaves = {names[id(p)]: p.detach().requires_grad_() for p in parameters}
+            return gradient_of_sum(lambda *seen: functional_call(net, leaves, seen), list(leaves.values()), *given)
+
+        found: tuple[Tensor, ...] = self._replayed(run, x, t, labels, target, weight)
         return found
 
     def _replayed(self, run: Callable[..., Any], *inputs: Tensor | None) -> Any:

@@ -171,7 +171,7 @@ class Entry(NamedTuple):
 def _cifar10(schedule: str) -> Entry:
     recipe = Recipe(
         data="cifar10", flip=True, dropout=0.1, schedule=schedule, warmup=5000, updates=796_875, precision="bf16", compile=True,
-        save_every=5000, validate_every=5000, sample_every=20_000, solver="ddpm", solver_steps=1000,
+        log_every=100, save_every=5000, validate_every=5000, sample_every=20_000, solver="ddpm", solver_steps=1000,
     )  # fmt: skip
     return Entry(recipe, f"DDPM on CIFAR-10, {schedule} schedule (adaptive paper, Table 7)", "CIFAR-10, a GPU", "35.7 M parameters, 2040 epochs")
 
@@ -202,7 +202,7 @@ RECIPES: dict[str, Entry] = {
     "cifar10-sprint": Entry(
         Recipe(
             data="cifar10", flip=True, channels=64, dropout=0.1, warmup=500, updates=20_000, ema=0.999, precision="bf16", compile=True,
-            save_every=2000, validate_every=2000, sample_every=4000,
+            log_every=100, save_every=2000, validate_every=2000, sample_every=4000,
         ),
         "a CIFAR-10 model in minutes of one large GPU, for comparisons", "CIFAR-10, a GPU", "9.0 M parameters, 20k updates",
     ),

@@ -34,7 +34,7 @@ from noiseclock.core.batch import call
 from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.lab import checkpoint, pictures
-from noiseclock.lab.built import network, placed, sampled
+from noiseclock.lab.built import by_size, network, optimizer_for, placed, sampled
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
 from noiseclock.lab.data import Files, Images, batches, head, load
 from noiseclock.lab.ema import EMA
@@ -109,16 +109,11 @@ class Run:
         self.predict: nn.Module = self._wrapped(shard)
         weighting = self.clock.weighting
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
-        # by size, because a GPU works on a list of tensors in parts and waits for the largest of each; others apart: only the first may be sharded
-        by_size = sorted(self.net.parameters(), key=Tensor.numel)
-        groups = [{"params": params} for params in (by_size, self.others) if params]
-        make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
         self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
         captured = not self.not_captured
-        self.optimizer: torch.optim.Optimizer = make(
-            groups, lr=torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr, betas=recipe.betas,
-            weight_decay=recipe.weight_decay, fused=True, capturable=captured,
-        )  # fmt: skip
+        lr = torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr
+        groups = [group for group in (by_size(self.net), self.others) if group]  # apart: only the first may be sharded
+        self.optimizer = optimizer_for(recipe, *groups, lr=lr, fused=True, capturable=captured)
         self.clock.attach(self.optimizer, model=self.net)
         self.ema = EMA(self.net, recipe.ema)
         self.step, self.skipped, self.seconds = 0, 0, 0.0

@@ -14,22 +14,36 @@ from noiseclock.core.clock import Clock
 from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
-from noiseclock.lab.built import network, placed, sampled
+from noiseclock.lab.built import by_size, network, optimizer_for, placed, sampled
 from noiseclock.lab.data import Files, Images, load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
 from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.shards import spread
 
 
 class Trained(NamedTuple):
-    """A recipe, the network with its averaged weights in evaluation mode, the clock as it was, the training data, and the update it has reached."""
+    """A recipe, the network with its averaged weights in evaluation mode, the clock as it was, the training data, the update it has reached, and
+    the folder that it lies in."""
 
     recipe: Recipe
     net: Any
     clock: Clock
     data: Images | Files
     step: int
+    folder: Path
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimiser as it was then, for this network."""
+        _, state = checkpoint.load(self.folder, self.step)
+        mine = by_size(self.net)
+        found = optimizer_for(self.recipe, mine)
+        moments = {
+            i: {name: spread(value, mine[i]) for name, value in moment.items()} for i, moment in state["optimizer"]["state"].items() if i < len(mine)
+        }
+        found.load_state_dict({"state": moments, "param_groups": found.state_dict()["param_groups"]})
+        return found
 
 
 def opened(folder: str | Path, *, step: int | None = None, device: str | torch.device = "cpu") -> Trained:
@@ -44,7 +58,7 @@ def opened(folder: str | Path, *, step: int | None = None, device: str | torch.d
     with torch.random.fork_rng(devices=[]):  # a training that goes on beside this must not notice
         net = network(recipe, data, clock)
     net.load_state_dict({**state["model"], **state["ema"]})
-    return Trained(recipe, placed(net, device).eval(), clock, data, step)
+    return Trained(recipe, placed(net, device).eval(), clock, data, step, Path(folder))
 
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
