@@ -51,6 +51,8 @@ SAMPLERS: dict[str, Make] = {
     "loss second moment, published": nc.LossSecondMoment.published,
     "loss EMA": nc.LossEMA,
     "gradient variance": nc.GradientVariance,
+    "variance optimal": nc.VarianceOptimal,
+    "lookahead": nc.Lookahead,
     "adaptive": nc.Adaptive,
     "adaptive, paper": nc.Adaptive.paper,
     "adaptive, released": nc.Adaptive.released,
@@ -171,6 +173,7 @@ class Loop:
     def timed(self, clock: nc.Clock, steps: int, *, probe: bool) -> tuple[float, int]:
         """Seconds per step, and the peak of allocated memory in bytes."""
         clock._next_probe = clock._updates if probe else clock._updates + steps
+        clock.optimizer = self.optimizer  # whose metric some probes measure in
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()

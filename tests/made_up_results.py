@@ -89,7 +89,8 @@ def write(
                 point = {name: _value(name, level, left, math.exp(common + noise * random.normal())) for name in metrics}
                 made_by = {"samples": 1000, "solver": "ddim", "solver_steps": 50}
                 names = {"frechet_name": "Fréchet distance (digits classifier)", "kernel_name": "kernel distance (digits classifier)"}
-                points.write({**place, "images": step * batch, **point, **made_by, **names})
+                useful = {"utility_time": TIMES.tolist(), "utility": (1e-4 * level * (1 - 2 * TIMES)).tolist()} if step == updates else {}
+                points.write({**place, "images": step * batch, **point, **made_by, **names, **useful})
                 loss = point.get("validation", 0.08 * level)
                 learned = "" if number == 0 else f"effective sample size {100 - 20 * step / updates:.0f}%"
                 train = {"loss": 1.1 * loss, "norm": 0.5, "lr": lr, "images": step * batch, "skipped": 0, "sampler": learned}

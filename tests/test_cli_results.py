@@ -434,8 +434,8 @@ def test_an_analysis_tells_what_it_measures_and_where_its_figures_are(capsys, tm
     monkeypatch.setitem(RECIPES, "digits", RECIPES["digits"]._replace(recipe=TINY))
     *told, last = said(capsys, "analyze", "digits", "--quick", "--device", "cpu").splitlines()
     assert asked == [(TINY, 1497, True)]
-    names = ["gradients", "interdependence", "densities", "vlb", "areas"]
-    assert [*told, last][-5:] == [f"analysis/digits/{name}.png" for name in names]
+    names = ["gradients", "interdependence", "utility", "densities", "vlb", "areas"]
+    assert [*told, last][-6:] == [f"analysis/digits/{name}.png" for name in names]
     assert told[0] == "linear schedule, uniform: update 1 of 2"
     assert all((tmp_path / "analysis" / "digits" / f"{name}.{kind}").stat().st_size > 0 for name in names for kind in ("json", "png"))
     # again, everything is there already; to draw it takes most of the time, and need not be seen twice
@@ -444,7 +444,12 @@ def test_an_analysis_tells_what_it_measures_and_where_its_figures_are(capsys, tm
     # a training is measured as it is
     trained(replace(TINY, updates=2), tmp_path / "run")
     told = said(capsys, "analyze", "digits", "--checkpoint", "run", "--out", "other", "--device", "cpu").splitlines()
-    assert told == ["run at update 2: the gradient over time", "interdependence", *(f"other/{name}.png" for name in names if name != "vlb")]
+    assert told == [
+        "run at update 2: the gradient over time",
+        "interdependence",
+        "which times help",
+        *(f"other/{name}.png" for name in names if name != "vlb"),
+    ]
     assert asked[-1] == (replace(TINY, updates=2), 1497, False)
     assert "holds another analysis" in said(capsys, "analyze", "digits", "--out", "other", "--device", "cpu", status=2)
 

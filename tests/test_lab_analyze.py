@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -14,7 +15,7 @@ from matplotlib.text import Text
 from torch import nn
 
 from noiseclock.lab import analyze, analyze_figures, checkpoint
-from noiseclock.lab.analyze import Coupling, Density, Plan, Process, Profile
+from noiseclock.lab.analyze import Coupling, Density, Plan, Process, Profile, Utility
 from noiseclock.lab.data import Images
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.folder import write_json
@@ -124,7 +125,7 @@ def run_of(values: tuple[float, ...], weighting: str = "constant") -> Trained:
     """A run whose images are all but 0, so that x_t = s·eps."""
     pixels = torch.randint(127, 129, (4000, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     recipe = Recipe(schedule="cosine", steps=len(values), solver_steps=1, weighting=weighting, lr=0.01, batch=64)
-    return Trained(recipe, Separate(values).eval(), recipe.clock(), Images("grey", pixels, None, None), 7)
+    return Trained(recipe, Separate(values).eval(), recipe.clock(), Images("grey", pixels, None, None), 7, Path())
 
 
 def test_the_profile_of_a_linear_model_is_its_closed_form():
@@ -163,6 +164,24 @@ def test_training_the_first_fifth_moves_that_alone_where_parameters_are_separate
     assert (found.everywhere < found.before).all()
     assert torch.equal(run.net.w, before)
     assert not run.net.training
+
+
+def test_the_usefulness_of_times_with_parameters_of_their_own_is_its_closed_form(monkeypatch):
+    values = (0.1, 0.4, 0.7, 0.2)
+    run = run_of(values)
+    monkeypatch.setattr(Trained, "optimizer", lambda run: torch.optim.SGD(run.net.parameters(), lr=3.0))
+    found = analyze.usefulness(run, Plan((1,), 8, images=2000, times=4, bins=4, probes=8))
+    _, s = (c.numpy() for c in run.clock.schedule(run.clock.schedule.grid()))
+    # a step at t moves w[t] alone, along E g_t = (ws-1)·s/32 in each of 64 dimensions (see above), and ∇J is a quarter of that
+    residual = np.array(values) * s - 1
+    wanted = 3.0 * 64 * (residual * s / 32) ** 2 / 4 / (residual**2).mean()
+    # The mean of 64 eps² has a relative spread of √(2/64). 250 of them a bin and probe in the gradient and 250 in the price, with 8 probes: 0.6 %,
+    # and five of these.
+    assert np.abs(found.utility[0] / wanted - 1).max() < 0.03
+    assert (np.abs(found.utility[0] - wanted) < 5 * found.error[0] + 0.01 * wanted).all()
+    assert found.targets == ("simple", "min-snr", "vlb")
+    assert found.utility.shape == found.error.shape == (3, 4)
+    assert (found.schedule, found.weighting, found.step) == ("cosine", "constant", 7)
 
 
 def test_images_are_drawn_from_all_of_the_data_and_labels_told_to_those_who_ask():
@@ -261,20 +280,21 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(analyze, "train", untrained)
         patch.setattr(analyze, "opened", looked_at)
+        patch.setattr(Trained, "optimizer", lambda run: torch.optim.SGD(run.net.parameters(), lr=0.1))
         patch.setattr(analyze_figures, "draw", lambda name, data, path: path)  # they are drawn below
         written = analyze.run("small", replace(SMALL, steps=20, solver_steps=4), folder, plan=TINY, device="cpu", say=said.append)
     return folder, written, trained, said
 
 
 def read(folder, name: str) -> dict[str, list]:
-    kinds = {"profiles": Profile, "couplings": Coupling, "densities": Density, "processes": Process}
+    kinds = {"profiles": Profile, "couplings": Coupling, "utilities": Utility, "densities": Density, "processes": Process}
     data = json.loads((folder / f"{name}.json").read_text())
     return {kind: [analyze.from_json(kinds[kind], each) for each in every] for kind, every in data.items()}
 
 
 def test_what_an_analysis_of_a_recipe_holds(whole):
     folder, written, trained, said = whole
-    assert [path.name for path in written] == ["gradients.png", "interdependence.png", "densities.png", "vlb.png", "areas.png"]
+    assert [path.name for path in written] == ["gradients.png", "interdependence.png", "utility.png", "densities.png", "vlb.png", "areas.png"]
     gradients = read(folder, "gradients")["profiles"]
     assert [(each.schedule, each.step) for each in gradients] == [(s, n) for s in ("linear", "cosine", "quadratic") for n in (1, 3)]
     assert {each.weighting for each in gradients} == {"constant"}
@@ -289,9 +309,11 @@ def test_what_an_analysis_of_a_recipe_holds(whole):
     (coupled,) = read(folder, "interdependence")["couplings"]
     assert (coupled.schedule, coupled.step, coupled.updates) == ("linear", 3, 2)
     assert json.loads((folder / "analysis.json").read_text())["recipe"] == "small"
-    # each training once, but for the last stage of the one whose interdependence is measured as well
+    (useful,) = read(folder, "utility")["utilities"]
+    assert (useful.schedule, useful.step, useful.targets) == ("linear", 3, ("simple", "min-snr", "vlb"))
+    # each training once, but for the last stage of the one whose interdependence and utility are measured as well
     names = ["linear-uniform", "cosine-uniform", "quadratic-uniform", "linear-lsm", "linear-vlb", "cosine-vlb", "linear-adaptive", "cosine-adaptive"]
-    assert sorted(trained) == sorted([(name, stage) for name in names for stage in (1, 3)] + [("linear-uniform", 3)])
+    assert sorted(trained) == sorted([(name, stage) for name in names for stage in (1, 3)] + [("linear-uniform", 3)] * 2)
     assert len(said) == len(trained)
 
 
@@ -324,7 +346,7 @@ def test_a_checkpoint_is_analysed_without_training(tmp_path, monkeypatch):
     monkeypatch.setattr(analyze, "train", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr(analyze_figures, "draw", lambda name, data, path: path)
     written = analyze.run("other", SMALL, tmp_path / "out", tmp_path / "run", plan=replace(TINY, methods=("uniform", "adaptive")), device="cpu")
-    assert [path.name for path in written] == ["gradients.png", "interdependence.png", "densities.png", "areas.png"]
+    assert [path.name for path in written] == ["gradients.png", "interdependence.png", "utility.png", "densities.png", "areas.png"]
     densities = read(tmp_path / "out", "densities")["densities"]
     mine = "this training: loss-ema, min-snr"
     assert [(each.method, each.step, each.learned) for each in densities] == [(mine, 1, True), (mine, 2, True), ("uniform", 0, False)]

@@ -116,6 +116,23 @@ def test_densities_are_as_written(made_up):
     assert found["most"] > 2
 
 
+def test_utility_is_a_share_of_the_loss_at_the_last_evaluation(made_up):
+    """The generator writes level·1e-4·(1 - 2t), so every method's curve falls through 0 in the middle; cells that were stopped early have none."""
+    results = read(made_up)
+    found = report_charts.utility(results)
+    assert found["step"] == max(point["step"] for cell in results.cells for point in cell.points)
+    for method, curve in zip(results.methods, found["methods"], strict=True):
+        done = [cell for cell in results.of(method, results.lr) if cell.finished]
+        ratios = [np.array(cell.points[-1]["utility"]) / cell.points[-1]["validation"] for cell in done]
+        assert curve["n"] == len(done)
+        assert curve["mean"] == pytest.approx(np.mean(ratios, axis=0))
+        assert curve["mean"][0] > 0 > curve["mean"][-1]
+    # an evaluation without a loss has nothing to be a share of
+    for cell in results.cells:
+        cell.points[-1].pop("validation")
+    assert report_charts.utility(results) is None
+
+
 def test_overhead_is_the_ratio_of_paces(made_up):
     assert [entry["ratio"] for entry in report_charts.overhead(read(made_up))] == pytest.approx([1, 1, 1.1, 1.25, 1])
 
@@ -200,7 +217,7 @@ def test_it_opens_with_the_answer_and_says_the_verdicts(made_up):
         assert word in table
     for metric in (*LOWER, *HIGHER):
         assert sum(attrs.get("data-metric") == metric for tag, attrs in page.tags if tag == "div") == 2  # at the common and at its own learning rate
-    for section in ("answer", "quality", "learning-rate", "sweeps", "samples", "loss", "density", "overhead", "repeat"):
+    for section in ("answer", "quality", "learning-rate", "sweeps", "samples", "loss", "utility", "density", "overhead", "repeat"):
         assert ("section", {"id": section, "aria-labelledby": f"{section}-title"}) in page.tags
     assert (
         "noiseclock compare digits --samplers uniform speed adaptive:count=1 adaptive:count=3 min-snr --seeds 3 --lr 0.001 0.002 --every 100"
@@ -290,12 +307,12 @@ def test_what_is_missing_is_said_and_the_rest_shown(tmp_path):
 
 @pytest.mark.parametrize("lost", ["points.jsonl", "log.jsonl", "samples", "cell.json"])
 def test_any_file_may_be_missing(tmp_path, lost):
-    folder = made_up_results.write(tmp_path / "r", seeds=(0, 1), updates=200, every=100, metrics=["frechet"])
+    folder = made_up_results.write(tmp_path / "r", seeds=(0, 1), updates=200, every=100, metrics=["frechet", "validation"])
     for path in (folder / "cells").glob(f"*/{lost}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     sections = {attrs["id"] for tag, attrs in Elements(report.write(folder).read_text()).tags if tag == "section"}
-    absent = {"points.jsonl": {"answer", "quality", "overhead"}, "log.jsonl": {"loss", "density"}, "samples": {"samples"}}
-    everything = {"answer", "quality", "samples", "loss", "density", "overhead", "repeat", "problems"}
+    absent = {"points.jsonl": {"answer", "quality", "utility", "overhead"}, "log.jsonl": {"loss", "density"}, "samples": {"samples"}}
+    everything = {"answer", "quality", "samples", "loss", "utility", "density", "overhead", "repeat", "problems"}
     assert sections == (everything - absent.get(lost, set()) if lost != "cell.json" else {"repeat", "problems"}) - (
         {"problems"} if lost == "samples" else set()
     )
@@ -443,7 +460,7 @@ def drawn(page: Any) -> list[tuple[str, set[int]]]:
 
 def test_charts_are_drawn(page, made_up):
     kinds = [kind for kind, _ in drawn(page)]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"quality": 3, "lr": 1, "sweep": 1, "loss": 2, "density": 5, "overhead": 1}
+    assert {kind: kinds.count(kind) for kind in kinds} == {"quality": 3, "lr": 1, "sweep": 1, "loss": 2, "utility": 1, "density": 5, "overhead": 1}
     marks = "path.js-line, path.point, .hm image, .bars path"
     assert min(page.evaluate(f"{CHARTS}.map(c => [...c.querySelectorAll('{marks}')].filter(m => m.getBoundingClientRect().width > 0).length)")) >= 1
     trace = page.evaluate(f"{IMAGES}.data.filter(t => t.meta === 1 && t.hovertext)[0]")

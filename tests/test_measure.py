@@ -278,3 +278,33 @@ def test_measured_under_no_grad_and_bfloat16():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call(nc.Clock(FOUR_STEPS, "uniform"), Shared(), data(8))
+
+
+# --- utility ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_utility_is_the_closed_form_with_the_objective_and_the_weight_that_are_given():
+    """With parameters of their own a step at t helps that term of the target alone: by lr·w·v·‖E g_t‖²/T, w of the training, v of the target."""
+    values = (0.1, 0.4, 0.7, 1.0)
+    _, variance, squared = closed_form(FOUR_STEPS, np.array(values))
+    model = Separate(values)
+    clock = nc.Clock(FOUR_STEPS, "uniform", "min-snr")
+    before = next(model.parameters()).detach().clone()
+    found = nc.measure.utility_over_time(clock, model, torch.optim.SGD(model.parameters(), lr=0.5), data(4000), target="vlb", bins=STEPS, probes=8)
+    time = FOUR_STEPS.grid()
+    w, v = (weighting(FOUR_STEPS, time, clock.objective).numpy() for weighting in (clock.weighting, nc.VLB()))
+    wanted = 0.5 * w * v * (squared - variance) / STEPS
+    assert (np.abs(found.utility - wanted) < 5 * found.error + 0.01 * wanted).all()
+    assert np.abs(found.utility / wanted - 1)[:3].max() < 0.1  # in the last one the mean of the gradient is small beside its scatter
+    assert torch.equal(next(model.parameters()), before)
+
+
+def test_utility_says_what_it_cannot_know():
+    model = Separate((0.1, 0.4, 0.7, 1.0))
+    clock, x0 = nc.Clock(FOUR_STEPS, "uniform"), data(16)
+    with pytest.raises(ValueError, match="unknown target 'fid'; known: min-snr, simple, vlb"):
+        nc.measure.utility_over_time(clock, model, torch.optim.SGD(model.parameters()), x0, target="fid")
+    with pytest.raises(ValueError, match="bins and probes must be at least 1"):
+        nc.measure.utility_over_time(clock, model, torch.optim.SGD(model.parameters()), x0, probes=0)
+    with pytest.warns(UserWarning, match="the metric of RMSprop is not known, so gradients are measured as they are"):
+        nc.measure.utility_over_time(clock, model, torch.optim.RMSprop(model.parameters()), x0, probes=1, bins=2)

@@ -307,6 +307,19 @@ def test_where_the_answer_is_known_it_is_found():
     assert apart[-1] < uniform / 8
 
 
+def test_it_can_be_annealed_to_the_base():
+    model, data, optimizer, clock = partly_trained(nc.Annealed(nc.VarianceOptimal(every=4, bins=8, warmup=3), start=80, stop=120), steps=80)
+    assert np.abs(clock.plot_data().p - 1).mean() > 0.1
+    points = torch.Generator().manual_seed(6)
+    for _ in range(40):
+        b = clock.draw(data.sample(64, points), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert np.allclose(clock.plot_data().p, 1)
+    assert clock.sampler.sampler.ess() < 0.99  # it has not forgotten
+
+
 def settled(problem, sampler, best, seed, probes) -> int:
     """Probes after which the density stays within a tenth of the best, in total variation, on a stationary problem with a probe in every update."""
     model = problem()

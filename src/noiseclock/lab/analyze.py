@@ -2,6 +2,7 @@
 
     gradients        variance of the gradient and loss over time, through training, for each schedule     adaptive paper, Fig. 2
     interdependence  how the loss changes everywhere when only the low times are trained                   Fig. 4
+    utility          which times help an objective and which hurt it, to first order                       ours
     densities        what each method samples or weights, as densities, through training                   Fig. 5
     vlb              as gradients, but trained with the VLB's weight, beside the density that is learned   Fig. 6
     areas            acceleration, deceleration and convergence of the process                             SpeeD, Fig. 1
@@ -30,7 +31,8 @@ from torch import Tensor
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.clock import Clock
 from noiseclock.core.learned import LearnedDensity
-from noiseclock.core.measure import gradient_variance, interdependence, loss_over_time
+from noiseclock.core.lookahead import TARGETS
+from noiseclock.core.measure import gradient_variance, interdependence, loss_over_time, utility_over_time
 from noiseclock.core.schedules import Array
 from noiseclock.lab import analyze_figures, wording
 from noiseclock.lab.built import by_size, optimizer_for
@@ -89,6 +91,19 @@ class Coupling:
 
 
 @dataclass(frozen=True)
+class Utility:
+    """By how much an update at one time alone lowers each of `targets`, as a share, over times (bins,): (targets, bins), with standard errors."""
+
+    schedule: str
+    weighting: str
+    step: int
+    targets: tuple[str, ...]
+    time: Array
+    utility: Array
+    error: Array
+
+
+@dataclass(frozen=True)
 class Density:
     """What a method trains how much at an update, over times (n,) that cover [0, 1] evenly.
 
@@ -130,8 +145,8 @@ class Plan:
     """How much is measured.
 
     stages: updates after which a model is looked at; the last is the length of each training. batch: images of an update, at most. images: that
-    are measured on. times: at which the loss is taken. bins, samples, pairs: of `gradient_variance`. updates: that see INTERVAL alone.
-    methods: whose densities are shown. adaptive: how the method of that name is set for trainings so short.
+    are measured on. times: at which the loss is taken. bins, samples, pairs: of `gradient_variance`. probes: of `utility_over_time`. updates: that
+    see INTERVAL alone. methods: whose densities are shown. adaptive: how the method of that name is set for trainings so short.
     """
 
     stages: tuple[int, ...]
@@ -141,6 +156,7 @@ class Plan:
     bins: int = 32
     samples: int = 64
     pairs: int = 4
+    probes: int = 16
     updates: int = 100
     methods: tuple[str, ...] = METHODS
     adaptive: str = "adaptive"
@@ -154,7 +170,7 @@ def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:
     """For a data set of so many images: 20 epochs, as in the adaptive paper's Fig. 2, or as many as the recipe has; quick: a first look."""
     if quick:
         probes = "adaptive:every=4,stride=50,queue=5"
-        return Plan((8, 24), min(recipe.batch, 16), images=32, times=12, bins=6, samples=16, pairs=1, updates=6, adaptive=probes)
+        return Plan((8, 24), min(recipe.batch, 16), images=32, times=12, bins=6, samples=16, pairs=1, probes=4, updates=6, adaptive=probes)
     last = min(recipe.updates, max(20, round(20 * images / recipe.batch)))
     stages = sorted({max(1, round(last * share)) for share in (0.05, 0.1, 0.25, 0.5, 1)})
     # a hundred probes at least, with a coarser grid where the paper's settings would give fewer
@@ -190,6 +206,19 @@ def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
     run.net.eval()
     only, control = found
     return Coupling(run.recipe.schedule, run.step, plan.updates, INTERVAL, only.time, only.before, only.after, control.after)
+
+
+def usefulness(run: Trained, plan: Plan, *, device: str = "cpu") -> Utility:
+    """Which times help which objective, in the metric of the optimiser as it was."""
+    x0, cond = some(run, plan.images, device)
+    optimizer, targets = run.optimizer(), tuple(TARGETS) if run.recipe.steps else ("simple", "min-snr")
+    found = [utility_over_time(run.clock, run.net, optimizer, x0, cond=cond, target=target, bins=plan.bins, probes=plan.probes) for target in targets]
+    with _autocast(run, device):
+        curve = loss_over_time(run.clock, run.net, x0, cond=cond, times=plan.times)
+    clock, time = run.clock, torch.as_tensor(curve.time)
+    levels = [float((TARGETS[name]()(clock.schedule, time, clock.objective).numpy() * curve.loss).mean()) for name in targets]
+    utility, error = (np.stack([getattr(each, name) / level for each, level in zip(found, levels, strict=True)]) for name in ("utility", "error"))
+    return Utility(run.recipe.schedule, run.recipe.weighting, run.step, targets, found[0].time, utility, error)
 
 
 def density(clock: Clock, method: str, schedule: str, step: int = 0) -> Density:
@@ -277,7 +306,7 @@ def from_recipe(recipe: Recipe, folder: Path, plan: Plan, device: str, say: Call
     def trained(schedule: str, method: str, kind: type[Found], measure: Callable[[Trained], Found]) -> list[Found]:
         place = folder / "trainings" / f"{schedule}-{method}".replace(":", "-").replace(",", "-")
         settings = replace(applied(plan.adaptive if method == "adaptive" else method, short), schedule=schedule)
-        stages = plan.stages[-1:] if kind is Coupling else plan.stages
+        stages = plan.stages[-1:] if kind in (Coupling, Utility) else plan.stages
         return through(settings, place, stages, kind, measure, device=device, say=lambda text: say(f"{schedule} schedule, {method}: {text}"))
 
     def densities(schedule: str, method: str) -> list[Density]:
@@ -289,12 +318,14 @@ def from_recipe(recipe: Recipe, folder: Path, plan: Plan, device: str, say: Call
     plain, weighted = partial(profile, plan=plan, device=device), partial(profile, plan=plan, weighted=True, device=device)
     gradients = [each for schedule in schedules for each in trained(schedule, "uniform", Profile, plain)]
     coupled = trained(recipe.schedule, "uniform", Coupling, partial(coupling, plan=plan, device=device))
+    useful = trained(recipe.schedule, "uniform", Utility, partial(usefulness, plan=plan, device=device))
     all_densities = [each for method in plan.methods for each in densities(recipe.schedule, method)]
     profiles = [each for schedule in schedules[:2] for each in trained(schedule, "vlb", Profile, weighted)]
     learned = [each for schedule in schedules[:2] for each in densities(schedule, "adaptive")]
     return {
         "gradients": {"profiles": gradients},
         "interdependence": {"couplings": coupled},
+        "utility": {"utilities": useful},
         "densities": {"densities": all_densities},
         "vlb": {"profiles": profiles, "densities": learned},
         "areas": {"processes": [process(schedule, recipe.steps) for schedule in schedules]},
@@ -308,12 +339,15 @@ def from_checkpoint(run: Trained, folder: Path, plan: Plan, device: str, say: Ca
     gradients = [profile(run, plan, device=device)]
     say("interdependence")
     coupled = [coupling(run, plan, device=device)]
+    say("which times help")
+    useful = [usefulness(run, plan, device=device)]
     fixed = [density(applied(method, recipe).clock(rank=0, world_size=1), method, recipe.schedule) for method in plan.methods]
     own = logged(run, folder, f"this training: {recipe.sampler}" + (f", {recipe.weighting}" if recipe.weighting != "constant" else ""))
     densities = [*own, *(each for each in fixed if not each.learned)]
     return {
         "gradients": {"profiles": gradients},
         "interdependence": {"couplings": coupled},
+        "utility": {"utilities": useful},
         "densities": {"densities": densities},
         "areas": {"processes": [process(recipe.schedule, recipe.steps)]},
     }

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from noiseclock.lab.report_figures import STYLE
 
 if TYPE_CHECKING:
-    from noiseclock.lab.analyze import Coupling, Density, Process, Profile
+    from noiseclock.lab.analyze import Coupling, Density, Process, Profile, Utility
 
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
 AREAS = {"acceleration": "#dcebf5", "deceleration": "#faf4e4", "convergence": "#eeeeee"}
@@ -90,6 +90,25 @@ def interdependence(couplings: Sequence[Coupling]) -> Figure:
     return figure
 
 
+def utility(utilities: Sequence[Utility]) -> Figure:
+    """What an update at one time alone does for each target, in per cent of it, a panel for each, a line for each update."""
+    targets = utilities[0].targets
+    figure, axes = _panels(1, len(targets), width=3.8, height=3.0)
+    for place, target in zip(axes[0], targets, strict=True):
+        place.axhline(0, color=GREY, linewidth=0.8)
+        for found, colour in zip(utilities, _colours(len(utilities)), strict=True):
+            row = found.targets.index(target)
+            values, error = 100 * found.utility[row], 100 * found.error[row]
+            place.plot(found.time, values, color=colour, label=f"{found.step:,}")
+            place.fill_between(found.time, values - error, values + error, color=colour, alpha=0.15, linewidth=0)
+        place.set_title(f"objective: {target}")
+        place.set_xlabel(TIME)
+        _time(place)
+    axes[0, 0].set_ylabel("an update at this time alone\nlowers the objective by, in per cent")
+    _legend(figure, axes[0, 0], f"{utilities[0].schedule} schedule, after update")
+    return figure
+
+
 def densities(densities: Sequence[Density]) -> Figure:
     """A panel for each method: what it samples, with weights counted like samples; a line for each update where it learns."""
     methods = _by(densities, "method")
@@ -136,6 +155,7 @@ def areas(processes: Sequence[Process]) -> Figure:
 DRAW: dict[str, Callable[..., Figure]] = {
     "gradients": gradients,
     "interdependence": interdependence,
+    "utility": utility,
     "densities": densities,
     "vlb": vlb,
     "areas": areas,

@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
 from noiseclock.lab.built import sampled
-from noiseclock.lab.data import load
+from noiseclock.lab.data import head, load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
@@ -45,6 +46,7 @@ from noiseclock.lab.train import Record, train
 from noiseclock.lab.trained import opened
 
 LEAST_SAMPLES = 4  # precision and recall look at the third neighbour
+USEFUL_IMAGES, USEFUL_BINS, USEFUL_PROBES = 128, 16, 8  # for which noise levels help, once a training is done
 GROWS = ("methods", "seeds", "lrs")  # more of which may join a comparison
 
 
@@ -269,6 +271,11 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
         s = compare_images(images, run.data, solver=recipe.solver, steps=recipe.solver_steps, device=device)
         point |= {"frechet": s.frechet, "kernel": s.kernel.mean, "precision": s.precision, "recall": s.recall}
         point |= {"samples": s.count, "solver": s.solver, "solver_steps": s.steps, "frechet_name": s.frechet_name}
+    if step == recipe.updates:
+        x0, labels = head(run.data, USEFUL_IMAGES, device)
+        cond = labels if recipe.conditional else None
+        useful = utility_over_time(run.clock, run.net, run.optimizer(), x0, cond=cond, bins=USEFUL_BINS, probes=USEFUL_PROBES)
+        point |= {"utility_time": useful.time.tolist(), "utility": useful.utility.tolist()}
     points.write(point)
     return point
 

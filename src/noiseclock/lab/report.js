@@ -166,6 +166,14 @@
       const x = { title: "noise level: 0 clean, 1 pure noise", more: { range: [0, 1] } };
       lines(element, series, { x, y: ratio ? { tickformat: ".0%" } : {}, log: !ratio });
     },
+    utility(element) {
+      const of = data.utility.methods;
+      const series = shown().filter((m) => of[m]).map((m) => {
+        const text = of[m].mean.map((v, i) => `${bold(m)}${number(100 * v)} % of the loss<br>at noise level ${number(of[m].time[i])}`);
+        return { m, x: of[m].time, y: of[m].mean, low: of[m].low, high: of[m].high, text };
+      });
+      lines(element, series, { x: { title: "noise level: 0 clean, 1 pure noise", more: { range: [0, 1] } }, y: { tickformat: ".3~%" }, also: [0] });
+    },
     density(element) {
       const d = data.density.methods[element.dataset.method];
       const say = (v, i, j) => `density ${number(v)}<br>at noise level ${number(d.time[i])}, update ${number(d.step[j])}`;

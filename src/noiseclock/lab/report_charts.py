@@ -33,6 +33,7 @@ def charts(results: Results) -> dict[str, Any]:
         "methods": looks(results),
         "metrics": {metric: quality(results, metric) for metric in statistics.measured(results)},
         "loss": loss(results),
+        "utility": utility(results),
         "density": density(results),
         "sweeps": sweeps(results.methods),
         "overhead": overhead(results),
@@ -95,21 +96,36 @@ def through_training(cells: Sequence[Cell], metric: str) -> dict[str, list[Any]]
 
 def loss(results: Results) -> dict[str, Any] | None:
     """Held-out loss by noise level at the last update that the methods share, and its ratio to the baseline's."""
-    cells = {method: results.of(method, results.lr) for method in results.methods}
-    step = _last_in_common([{record["step"] for cell in of for record in cell.validations if "loss_by_time" in record} for of in cells.values()])
+    step, found = _by_time(results, "validations", "time", "loss_by_time")
     if step is None:
         return None
-    found: list[dict[str, Any] | None] = []
-    for of in cells.values():
-        records = [record for cell in of for record in cell.validations if record["step"] == step and "loss_by_time" in record]
-        time, rows = _stacked(records, "time", "loss_by_time")
-        ends = {"mean": rows.mean(0).tolist(), "low": rows.min(0).tolist(), "high": rows.max(0).tolist()} if len(rows) else {}
-        found.append({"time": time, **ends, "n": len(rows)} if ends else None)
     base = found[results.methods.index(results.baseline)] if results.baseline in results.methods else None
     for entry in found:
         if entry is not None and base is not None and base["time"] == entry["time"] and min(base["mean"]) > 0:
             entry["ratio"] = (np.array(entry["mean"]) / np.array(base["mean"])).tolist()
     return {"step": step, "methods": found}
+
+
+def utility(results: Results) -> dict[str, Any] | None:
+    """By how much an update at one noise level alone would lower the plain loss, to first order, as a share of that, at the last evaluation."""
+    step, found = _by_time(results, "points", "utility_time", "utility", over="validation")
+    return None if step is None or not any(found) else {"step": step, "methods": found}
+
+
+def _by_time(results: Results, kind: str, axis: str, name: str, *, over: str | None = None) -> tuple[int | None, list[dict[str, Any] | None]]:
+    """A curve of every method at the last step that they share, over seeds. kind: of the cells' records. over: a number to divide it by."""
+    cells = {method: results.of(method, results.lr) for method in results.methods}
+    having = {method: [record for cell in of for record in getattr(cell, kind) if name in record] for method, of in cells.items()}
+    step = _last_in_common([{record["step"] for record in records} for records in having.values()])
+    found: list[dict[str, Any] | None] = []
+    for records in having.values():
+        there = [record for record in records if record["step"] == step]
+        if over is not None:
+            there = [{**record, name: [value / record[over] for value in record[name]]} for record in there if record.get(over, 0) > 0]
+        time, rows = _stacked(there, axis, name)
+        ends = {"mean": rows.mean(0).tolist(), "low": rows.min(0).tolist(), "high": rows.max(0).tolist()} if len(rows) else {}
+        found.append({"time": time, **ends, "n": len(rows)} if ends else None)
+    return step, found
 
 
 def density(results: Results) -> dict[str, Any] | None:

@@ -48,6 +48,8 @@ def figures(results: Results, folder: str | Path) -> list[Path]:
             plans[f"sweep-{_slug(sweep['title'])}-{key}"] = partial(_sweep, data, metric, sweep)
     if data["loss"]:
         plans["loss"] = partial(_loss, data)
+    if data["utility"]:
+        plans["utility"] = partial(_utility, data)
     if data["density"]:
         plans["density"] = partial(_density, data)
     if any(data["overhead"]):
@@ -157,6 +159,21 @@ def _loss(data: dict[str, Any]) -> Figure:
     right.set_title("loss, relative to the baseline")
     _scale(left, all(min(curve["low"]) > 0 for curve in data["loss"]["methods"] if curve))
     _legend(figure, left)
+    return figure
+
+
+def _utility(data: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(WIDTH, 3.4))
+    axes = figure.subplots()
+    axes.axhline(0, color="#8a8a8a", linewidth=0.8)
+    for m, curve in enumerate(data["utility"]["methods"]):
+        if curve:
+            per_cent = {name: (100 * _floats(curve[name])).tolist() for name in ("mean", "low", "high")}
+            _line(axes, data, m, _floats(curve["time"]), {**curve, **per_cent}, marks=False)
+    axes.set_xlabel("noise level: 0 clean, 1 pure noise")
+    axes.set_xlim(0, 1)
+    axes.set_title("an update there lowers the loss by, in per cent")
+    _legend(figure, axes)
     return figure
 
 

@@ -38,7 +38,7 @@ def page(results: Results) -> str:
     script, plotly = _asset("report.js"), get_plotlyjs()
     sections = [
         _answers(results, data), _qualities(data), _learning_rates(results, data), _sweeps(data), _samples(grids, data), _losses(data),
-        _densities(data), _overheads(data), _repeat(results), _problems(problems),
+        _utilities(data), _densities(data), _overheads(data), _repeat(results), _problems(problems),
     ]  # fmt: skip
     first, _, rest = statistics.answer(results).partition(". ")
     hashes = " ".join(f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'" for text in (plotly, script))
@@ -188,6 +188,18 @@ def _losses(data: dict[str, Any]) -> str:
         pair += _chart("Relative to the baseline", "below 100 % is better", chart, "Line chart of loss relative to the baseline, against noise level")
     about = f"Unweighted loss on held-out images with the same noise for all methods, after {data['loss']['step']:,} updates."
     return _section("loss", "Where the loss is", about, f'<div class="pair">{pair}</div>')
+
+
+def _utilities(data: dict[str, Any]) -> str:
+    if not data["utility"]:
+        return ""
+    said = "Line chart of what an update at each noise level alone does for the loss, one line for each method"
+    chart = _chart("What an update there would do", "above 0 helps, below hurts", 'data-chart="utility"', said)
+    about = (
+        f"By how much an update with samples of one noise level alone would lower the plain loss of all levels, to first order, after "
+        f"{data['utility']['step']:,} updates; in the optimiser's own metric, on samples that had no part in the gradient of the loss."
+    )
+    return _section("utility", "Which noise levels help", about, chart)
 
 
 def _densities(data: dict[str, Any]) -> str:

@@ -28,7 +28,8 @@ VERSION = 1
 METRICS = ("frechet", "kernel", "validation", "bits", "precision", "recall")
 NUMBERS = (*METRICS, "images", "seconds", "samples", "solver_steps", "loss", "weighted", "norm", "lr", "skipped")
 WORDS = ("solver", "frechet_name", "kernel_name", "sampler")
-CURVES = (("time", "loss_by_time"), ("density_time", "density"))  # of a validation: two lists of one length, both there or neither
+# of a validation, and the last of an evaluation: two lists of one length, both there or neither
+CURVES = (("time", "loss_by_time"), ("density_time", "density"), ("utility_time", "utility"))
 OF_THE_CELL = ("sampler", "weighting", "correct", "lr", "seed")  # settings in which cells of one comparison may differ
 _NAMED = 3  # examples in a sentence about many
 
