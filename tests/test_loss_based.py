@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -190,8 +191,8 @@ def test_a_whole_step_reads_nothing_from_the_device(make):
 # --- what they learn ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "power"), [(LossSecondMoment, 2), (LossEMA, 1)])
-def test_the_warm_density_is_the_closed_form(make, power):
+@pytest.mark.parametrize(("make", "power", "of_loss"), [(LossSecondMoment, 2, 1), (partial(LossSecondMoment, power=0.5), 2, 0.5), (LossEMA, 1, 1)])
+def test_the_warm_density_is_the_closed_form(make, power, of_loss):
     """Losses that take two values in each bin, half of them each: E[(wℓ)²] is known. The base is not even and the weights are not 1."""
     bins, base = 16, nc.LogitNormal(std=1.4)
     sampler = bound(make(bins=bins, refresh=2, warmup=8, floor=0.1), FLOW, base)
@@ -202,7 +203,7 @@ def test_the_warm_density_is_the_closed_form(make, power):
         for losses in (low, high):
             sampler.update(batch_at(middle, weight), losses)
         assert sampler.advance(update) == (update % 2 == 0)
-    moment = (weight * low) ** power / 2 + (weight * high) ** power / 2
+    moment = (weight * low**of_loss) ** power / 2 + (weight * high**of_loss) ** power / 2
     mass = base.pmf(bins)
     best = mass * moment ** (1 / power)
     expected = 0.9 * best / best.sum() + 0.1 * mass
@@ -534,6 +535,7 @@ def test_two_processes_share_one_density_which_is_that_of_one_process(free_port)
     [
         (lambda: LossSecondMoment(bins=1), ValueError, "LossSecondMoment: bins must be a whole number of at least 2, got 1"),
         (lambda: LossSecondMoment(decay=1.0), ValueError, r"decay must lie in \[0, 1\), got 1.0"),
+        (lambda: LossSecondMoment(power=0.0), ValueError, r"LossSecondMoment: power must lie in \(0, 1\], got 0.0"),
         (lambda: LossEMA(floor=0.0), ValueError, "LossEMA: floor must lie between 0 and 1, got 0.0"),
         (lambda: LossEMA(refresh=0), ValueError, "refresh must be a whole number of at least 1"),
         (lambda: LossEMA(warmup=0), ValueError, "warmup must be a whole number of at least 1"),

@@ -159,15 +159,15 @@ class BinnedLoss(LossBased):
         return {"pending": zeros, "faded": zeros.clone(), "count": zeros[0].clone(), "skipped": torch.zeros((), dtype=torch.int64, device="cpu")}
 
     @abstractmethod
-    def _moment(self, weighted: Tensor) -> Tensor:
-        """What is averaged of w·ℓ (B,)."""
+    def _moment(self, losses: Tensor, weight: Tensor) -> Tensor:
+        """What is averaged, from ℓ and w (B,)."""
 
     @abstractmethod
     def _price(self, mean: Tensor) -> Tensor:
         """p*/base, up to a factor, from the means (n,)."""
 
     def _add(self, time: Tensor, weight: Tensor, losses: Tensor) -> Tensor:
-        moment = self._moment(losses * weight)
+        moment = self._moment(losses, weight)
         finite = moment.isfinite()
         rows = torch.stack([finite.to(moment.dtype), torch.where(finite, moment, 0.0)])
         self._buffers["pending"].index_add_(1, cell(time, self.bins), rows)
@@ -193,7 +193,9 @@ class LossSecondMoment(BinnedLoss):
     original, step by step.
 
     bins: of time. decay: of old losses with each update, so that about the last 1/(1-decay) updates count. floor: the share of the base in p.
-    refresh: updates between new densities. warmup: losses in a bin before it is known.
+    refresh: updates between new densities. warmup: losses in a bin before it is known. power: p* ∝ base·√E[(w·ℓ^power)²]. The gradient of a squared
+    error is as large as the error itself, the root of ℓ, times that of the network: so ½ would be the gradient's best density if the network
+    were as steep at all times, and what was measured lies between the two (docs/log.md).
     """
 
     bins: int = 64
@@ -201,9 +203,16 @@ class LossSecondMoment(BinnedLoss):
     floor: float = 0.1
     refresh: int = 20
     warmup: int = 32
+    power: float = 1.0
 
-    def _moment(self, weighted: Tensor) -> Tensor:
-        return weighted.square()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take_finite(self, "power")
+        if not 0 < self.power <= 1:
+            raise ValueError(f"LossSecondMoment: power must lie in (0, 1], got {self.power}")
+
+    def _moment(self, losses: Tensor, weight: Tensor) -> Tensor:
+        return (losses if self.power == 1 else losses**self.power).mul(weight).square()
 
     def _price(self, mean: Tensor) -> Tensor:
         return mean.sqrt()
@@ -224,8 +233,8 @@ class LossEMA(BinnedLoss):
     refresh: int = 20
     warmup: int = 32
 
-    def _moment(self, weighted: Tensor) -> Tensor:
-        return weighted
+    def _moment(self, losses: Tensor, weight: Tensor) -> Tensor:
+        return losses * weight
 
     def _price(self, mean: Tensor) -> Tensor:
         return mean
