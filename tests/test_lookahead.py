@@ -4,7 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import noiseclock as nc
 from gaussians import Denoiser, ring
@@ -137,6 +141,59 @@ def test_it_learns_in_a_loop_and_is_saved():
     other = nc.Clock("linear", nc.Lookahead(target=nc.MinSNR(5), every=2, bins=6, warmup=5), seed=4)
     other.load_state_dict(clock.state_dict())
     assert torch.equal(other.sampler._buffers["pmf"], clock.sampler._buffers["pmf"])
+
+
+# --- several processes ----------------------------------------------------------------------------------------------------------------------
+
+
+def asked(model, half: int):
+    """The gradient that a rank's probe takes on its own half of the data, and the clock."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", nc.Lookahead(bins=4, every=1), seed=2, rank=half, world_size=2).attach(optimizer, model=model)
+    x0 = ring().sample(64, torch.Generator().manual_seed(4))[32 * half :][:32]
+    clock.probe(x0, model)
+    rows = torch.arange(16)
+    return _gradient(clock._probe.exact(), TARGETS["simple"](), evenly(16, 0.3, x0.device), rows), clock
+
+
+def _together(rank: int, port: int, results) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        model = Denoiser(width=16)
+        for layer in (*model.net, model):
+            if list(layer.parameters()):
+                fully_shard(layer)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        found, clock = asked(model, rank)
+        whole = [DTensor.from_local(g, p.device_mesh, p.placements).full_tensor() for g, p in zip(found, model.parameters(), strict=True)]
+        results["gradient", rank] = torch.cat([g.flatten() for g in whole])
+        results["kept", rank] = all(bool((p.grad.full_tensor() == 1).all()) for p in model.parameters())
+        clock.sampler.after(clock._probe, None)
+        results["curve", rank] = clock.sampler.curve[0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_that_share_a_model_take_the_gradient_of_both_halves(free_port):
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_together, args=(free_port, results), nprocs=2)
+        found = dict(results)
+    halves = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        halves.append(torch.cat([g.flatten() for g in asked(Denoiser(width=16), rank)[0]]))
+    wanted = (halves[0] + halves[1]) / 2
+    for rank in range(2):
+        assert found["kept", rank]
+        assert torch.allclose(found["gradient", rank], wanted, rtol=1e-4, atol=1e-6)
+    assert torch.equal(found["curve", 0], found["curve", 1])
+    assert found["curve", 0].isfinite().all()
+    assert found["curve", 0].abs().max() > 0
+    assert (halves[0] - halves[1]).norm() > 0.1 * wanted.norm()
 
 
 def test_mistakes_are_named():

@@ -24,7 +24,7 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.checks import choose, take_finite
-from noiseclock.core.directions import derivative, scaled, sharded, trained
+from noiseclock.core.directions import derivative, local, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe, take_rows, undisturbed
@@ -59,8 +59,6 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
 def _gradient(probe: Probe, target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
     """∇J of some samples, the mean over all ranks; `.grad` stays as it is."""
     parameters = trained(probe.modules)
-    if sharded(parameters):
-        raise ValueError("a utility needs the gradient of a model that is whole, and this one is sharded")
     # a predict that replays graphs has one for gradients too
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
@@ -75,17 +73,29 @@ def _gradient(probe: Probe, target: Weighting, time: Tensor, rows: Tensor) -> li
                 torch._foreach_add_(total, found)
             else:
                 total = [f.clone() for f in found] if len(rows) > probe.rows else list(found)
-    ranks.average_(total)
+    if not sharded(parameters):  # whose gradient is the mean over ranks already
+        ranks.average_(total)
     return total
 
 
 def gradient_of_sum(
     predict: Predict, parameters: Sequence[Tensor], x_t: Tensor, t: Tensor, cond: Any, target: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradient of Σ weight·loss over a batch, for each parameter."""
+    """The gradient of Σ weight·loss over a batch, for each parameter; of a model that FSDP2 has sharded, this rank's part of the mean over ranks."""
     with torch.enable_grad():
         loss = (squared_error(call(predict, x_t, t, cond), target) * weight).sum()
-        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        if not sharded(parameters):
+            return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        # what runs are gathered copies, and only a whole backward pass brings their gradient back to the parts
+        kept = [p.grad for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = None
+            loss.backward()  # type: ignore[no-untyped-call]
+            return tuple(torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in parameters)
+        finally:
+            for p, gradient in zip(parameters, kept, strict=True):
+                p.grad = gradient
 
 
 @dataclass
