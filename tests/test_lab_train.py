@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 from dataclasses import replace
 from importlib.metadata import version
@@ -360,6 +361,19 @@ def test_what_uncertainty_learns_is_optimised_and_saved(tmp_path):
     # two parameters of its own behind those of the network
     moments = state_of(tmp_path)["optimizer"]["state"]
     assert len(moments) == len(list(run_of(settings, tmp_path).net.parameters())) + 2
+
+
+def test_moments_are_kept_by_name_and_those_of_a_checkpoint_that_has_them_by_place_are_found(tmp_path):
+    settings = replace(TINY, weighting="uncertainty", updates=6)
+    whole = [record.loss for record in trained(settings, tmp_path / "whole")]
+    trained(settings, tmp_path / "run", stop=3)
+    step, state = checkpoint.load(tmp_path / "run")
+    names = [*(name for name, _ in run_of(settings, tmp_path / "run").net.named_parameters()), "weighting.0", "weighting.1"]
+    assert set(state["optimizer"]["state"]) == set(names)
+    state["optimizer"]["state"] = {i: state["optimizer"]["state"][name] for i, name in enumerate(names)}
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    checkpoint.save(tmp_path / "run", step, state)
+    assert [record.loss for record in trained(settings, tmp_path / "run")] == whole[3:]
 
 
 @pytest.mark.filterwarnings("ignore:the sampling density moved")

@@ -25,7 +25,7 @@ class EMA:
         self.decay = decay
         named = sorted(net.named_parameters(), key=lambda pair: pair[1].numel())  # which is faster, as for an optimiser
         self._names = [name for name, _ in named]
-        # kept, because a sharded network that was just looked at has whole ones in their place until the next update
+        # kept, as in lab/train.py
         self._parameters = [p for _, p in named]
         self._means = [p.detach().clone() for p in self._parameters]
 

@@ -41,6 +41,7 @@ from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json
 from noiseclock.lab.interrupt import Wish, listening
+from noiseclock.lab.moments import load_moments, moments
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.recipes import FIXED, Recipe
@@ -114,6 +115,8 @@ class Run:
         lr = torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr
         groups = [group for group in (by_size(self.net), self.others) if group]  # apart: only the first may be sharded
         self.optimizer = optimizer_for(recipe, *groups, lr=lr, fused=True, capturable=captured)
+        # kept, because a sharded network that was just looked at has whole parameters in their place until the next update
+        self._named = [*self.net.named_parameters(), *((f"weighting.{i}", p) for i, p in enumerate(self.others))]
         self.clock.attach(self.optimizer, model=self.net)
         self.ema = EMA(self.net, recipe.ema)
         self.step, self.skipped, self.seconds = 0, 0, 0.0
@@ -180,13 +183,11 @@ class Run:
             dist.all_gather_object(ranks, mine)
         else:
             ranks = [mine]
-        groups = self.optimizer.state_dict()
-        moments = {i: {name: whole(value) for name, value in moment.items()} for i, moment in groups["state"].items()}
         return {
             "settings": self.recipe.settings(),
             "model": {name: whole(value) for name, value in self.net.state_dict().items()},
             "ema": self.ema.state_dict(),
-            "optimizer": {"state": moments},
+            "optimizer": {"state": moments(self.optimizer, self._named)},
             "ranks": ranks,
             "skipped": self.skipped,
             "seconds": self.seconds,
@@ -198,10 +199,7 @@ class Run:
             for name, value in state["model"].items():
                 parameters[name].copy_(spread(value, parameters[name]))
         self.ema.load_state_dict(state["ema"])
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        moments = {i: {name: spread(value, trained[i]) for name, value in moment.items()} for i, moment in state["optimizer"]["state"].items()}
-        # the settings are this recipe's, and depend on the device
-        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        load_moments(self.optimizer, self._named, state["optimizer"]["state"])
         same = len(state["ranks"]) == self.world
         mine = state["ranks"][self.rank if same else 0]
         self.clock.load_state_dict(mine["clock"])  # last, because loading an optimiser is no update

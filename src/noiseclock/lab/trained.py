@@ -19,8 +19,8 @@ from noiseclock.lab.data import Files, Images, load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
+from noiseclock.lab.moments import load_moments
 from noiseclock.lab.recipes import Recipe
-from noiseclock.lab.shards import spread
 
 
 class Trained(NamedTuple):
@@ -37,12 +37,8 @@ class Trained(NamedTuple):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimiser as it was then, for this network."""
         _, state = checkpoint.load(self.folder, self.step)
-        mine = by_size(self.net)
-        found = optimizer_for(self.recipe, mine)
-        moments = {
-            i: {name: spread(value, mine[i]) for name, value in moment.items()} for i, moment in state["optimizer"]["state"].items() if i < len(mine)
-        }
-        found.load_state_dict({"state": moments, "param_groups": found.state_dict()["param_groups"]})
+        found = optimizer_for(self.recipe, by_size(self.net))
+        load_moments(found, list(self.net.named_parameters()), state["optimizer"]["state"])
         return found
 
 

@@ -1,0 +1,29 @@
+"""What an optimiser keeps of each parameter, by the parameter's name: so its own order of them may change, as may the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from noiseclock.lab.shards import spread, whole
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def moments(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
+    """Whole tensors and numbers; all ranks must ask."""
+    return {name: {key: whole(value) for key, value in optimizer.state[p].items()} for name, p in named if p in optimizer.state}
+
+
+def load_moments(optimizer: torch.optim.Optimizer, named: Named, kept: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Give them back. kept: by name, or by place in `named`, as checkpoints once had them. Settings stay: they depend on recipe and device."""
+    place = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state = {}
+    for i, (name, p) in enumerate(named):
+        moment = kept.get(name, kept.get(i))
+        if moment is not None:
+            state[place[id(p)]] = {key: spread(value, p) for key, value in moment.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
