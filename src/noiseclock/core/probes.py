@@ -100,7 +100,7 @@ class Probe:
         """The same with the first samples of the batch only."""
         other, size = copy(self), len(self.x0)
         other.x0, other.noise, other.rows = self.x0[:samples], self.noise[:samples], min(self.rows, samples)
-        other.cond = map_tensors(lambda x: x[:samples] if x.ndim > 0 and len(x) == size else x, self.cond)
+        other.cond = take_rows(self.cond, torch.arange(len(other.x0), device=self.x0.device), size)
         return other
 
     def exact(self) -> Probe:

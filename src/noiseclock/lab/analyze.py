@@ -35,7 +35,7 @@ from noiseclock.core.lookahead import TARGETS
 from noiseclock.core.measure import gradient_variance, interdependence, loss_over_time, utility_over_time
 from noiseclock.core.schedules import Array
 from noiseclock.lab import analyze_figures, wording
-from noiseclock.lab.built import by_size, optimizer_for
+from noiseclock.lab.built import optimizer_for
 from noiseclock.lab.data import batches, load
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.folder import difference, write_json
@@ -196,7 +196,7 @@ def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
     x0, cond = some(run, plan.images, device)
     found = []
     for interval in (INTERVAL, (0.0, 1.0)):
-        optimizer = optimizer_for(run.recipe, by_size(run.net))
+        optimizer = optimizer_for(run.recipe, list(run.net.parameters()))
         with _autocast(run, device):
             found.append(
                 interdependence(

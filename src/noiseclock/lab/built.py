@@ -63,11 +63,6 @@ def optimizer_for(recipe: Recipe, *groups: list[nn.Parameter], **how: Any) -> to
     return make([{"params": group} for group in groups], **options)
 
 
-def by_size(net: nn.Module) -> list[nn.Parameter]:
-    """Its parameters, the small ones first: a GPU works on a list of tensors in parts, and on each for as long as the largest takes."""
-    return sorted(net.parameters(), key=Tensor.numel)
-
-
 def placed(net: Any, device: torch.device | str) -> Any:
     """The network on a device, with its convolutions in the order of memory that they are fast in there."""
     device = torch.device(device)

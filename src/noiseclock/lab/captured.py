@@ -20,6 +20,7 @@ from noiseclock.core.batch import call
 from noiseclock.core.lookahead import gradient_of_sum
 from noiseclock.core.probes import autocast_dtype
 from noiseclock.lab.ema import EMA
+from noiseclock.lab.moments import by_size
 from noiseclock.lab.recipes import Recipe
 
 WARMUP = 3  # runs before a capture: they compile, choose kernels and make the optimiser's state
@@ -65,7 +66,7 @@ class CapturedUpdate:
         skipped: int = 0,
     ) -> None:
         self._losses, self._optimizer, self._ema, self._clip, self._replayed = losses, optimizer, ema, clip, replayed
-        self._parameters = sorted(net.parameters(), key=Tensor.numel)  # see lab/train.py
+        self._parameters = list(by_size(net).values())
         self._generator = generator
         self._images: Tensor | None = None
         self._labels: Tensor | None = None
@@ -145,9 +146,9 @@ class CapturedForward:
     ) -> tuple[Tensor, ...]:
         """See `gradient_of_sum`."""
         net = self._orig_mod
-        names = {id(p): name for name, p in net.named_parameters()}
 
         def run(*given: Any) -> tuple[Tensor, ...]:
+            names = {id(p): name for name, p in net.named_parameters()}
             # by other names for the same memory: what autograd keeps for the parameters belongs to the stream of the updates
             leaves = {names[id(p)]: p.detach().requires_grad_() for p in parameters}
             return gradient_of_sum(lambda *seen: functional_call(net, leaves, seen), list(leaves.values()), *given)

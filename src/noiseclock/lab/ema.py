@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from noiseclock.core.directions import local
+from noiseclock.lab.moments import by_size
 from noiseclock.lab.shards import fill_, whole
 
 
@@ -23,10 +24,9 @@ class EMA:
 
     def __init__(self, net: nn.Module, decay: float) -> None:
         self.decay = decay
-        named = sorted(net.named_parameters(), key=lambda pair: pair[1].numel())  # which is faster, as for an optimiser
-        self._names = [name for name, _ in named]
-        # kept, as in lab/train.py
-        self._parameters = [p for _, p in named]
+        named = by_size(net)
+        self._names = list(named)
+        self._parameters = list(named.values())  # kept, as in lab/train.py
         self._means = [p.detach().clone() for p in self._parameters]
 
     def weight(self, updates: int) -> float:

@@ -72,7 +72,7 @@ def features_of(
 ) -> Tensor:
     """(N, D) float32 on the CPU: the features of uint8 images (N, C, H, W), of the first `count` of them; the network moves to `device`.
 
-    batch: what that device likes unless given. precision: of the convolutions on a GPU, one of PRECISIONS, or the fastest that leaves FID as it is.
+    batch: what that device likes unless given. precision: of the convolutions, one of PRECISIONS; that of `precision_on` unless given.
     """
     device = torch.device(device)
     network, wanted = placed(network, device), len(images) if count is None else count
@@ -82,7 +82,7 @@ def features_of(
 
 
 def precision_on(device: str | torch.device) -> str:
-    """In which features are computed there: see docs/performance.md for what each does to FID."""
+    """In which features are computed there: docs/performance.md tells what each precision does to FID and saves."""
     return "tf32" if torch.device(device).type == "cuda" else "fp32"
 
 

@@ -1,4 +1,4 @@
-"""What an optimiser keeps of each parameter, by the parameter's name: so its own order of them may change, as may the number of ranks."""
+"""The order in which parameters are given to an optimiser, and what it keeps of each, by name: so that the order may change, as may the ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import nn
 from noiseclock.lab.shards import spread, whole
 
 Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def by_size(net: nn.Module) -> dict[str, nn.Parameter]:
+    """Its parameters, the small ones first: a GPU works on a list of tensors in parts, and on each for as long as the largest takes."""
+    return dict(sorted(net.named_parameters(), key=lambda pair: pair[1].numel()))
 
 
 def moments(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:

@@ -34,14 +34,14 @@ from noiseclock.core.batch import call
 from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.lab import checkpoint, pictures
-from noiseclock.lab.built import by_size, network, optimizer_for, placed, sampled
+from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
 from noiseclock.lab.data import Files, Images, batches, head, load
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json
 from noiseclock.lab.interrupt import Wish, listening
-from noiseclock.lab.moments import load_moments, moments
+from noiseclock.lab.moments import by_size, load_moments, moments
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.recipes import FIXED, Recipe
@@ -113,7 +113,7 @@ class Run:
         self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
         captured = not self.not_captured
         lr = torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr
-        groups = [group for group in (by_size(self.net), self.others) if group]  # apart: only the first may be sharded
+        groups = [group for group in (list(by_size(self.net).values()), self.others) if group]  # apart: only the first may be sharded
         self.optimizer = optimizer_for(recipe, *groups, lr=lr, fused=True, capturable=captured)
         # kept, because a sharded network that was just looked at has whole parameters in their place until the next update
         self._named = [*self.net.named_parameters(), *((f"weighting.{i}", p) for i, p in enumerate(self.others))]

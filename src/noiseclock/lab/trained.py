@@ -14,12 +14,12 @@ from noiseclock.core.clock import Clock
 from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
-from noiseclock.lab.built import by_size, network, optimizer_for, placed, sampled
+from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.data import Files, Images, load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
-from noiseclock.lab.moments import load_moments
+from noiseclock.lab.moments import by_size, load_moments
 from noiseclock.lab.recipes import Recipe
 
 
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimiser as it was then, for this network."""
         _, state = checkpoint.load(self.folder, self.step)
-        found = optimizer_for(self.recipe, by_size(self.net))
+        found = optimizer_for(self.recipe, list(by_size(self.net).values()))
         load_moments(found, list(self.net.named_parameters()), state["optimizer"]["state"])
         return found
 
