@@ -197,7 +197,8 @@ def _utilities(data: dict[str, Any]) -> str:
     chart = _chart("What an update there would do", "above 0 helps, below hurts", 'data-chart="utility"', said)
     about = (
         f"By how much an update with samples of one noise level alone would lower the plain loss of all levels, to first order, after "
-        f"{data['utility']['step']:,} updates; in the optimiser's own metric, on samples that had no part in the gradient of the loss."
+        f"{data['utility']['step']:,} updates; in the optimiser's own metric, on samples that had no part in the gradient of the loss. "
+        "Read sign and order: a straight line overstates what so long a step would really bring."
     )
     return _section("utility", "Which noise levels help", about, chart)
 
