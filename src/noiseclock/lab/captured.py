@@ -20,6 +20,7 @@ from noiseclock.core.batch import call
 from noiseclock.core.lookahead import gradient_of_sum
 from noiseclock.core.probes import autocast_dtype
 from noiseclock.lab.ema import EMA
+from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.moments import by_size
 from noiseclock.lab.recipes import Recipe
 
@@ -49,8 +50,8 @@ class CapturedUpdate:
     """Updates of a network, one for each call; the first few run as they are, then one is captured, and the rest are replays.
 
     losses: from images and labels to their mean loss, with all that is drawn for it. generator: of the noise. replayed: told after each replay
-    whether the update was lost (0-d, on the device); the optimiser's hooks do not run then. An update whose loss or gradient is not finite
-    changes neither weights nor averages, and is counted; `skipped` were before.
+    whether the update was lost (0-d, on the device); the optimiser's hooks do not run then. half: what the losses run in the stead of `net`, if
+    anything. An update whose loss or gradient is not finite changes neither weights nor averages, and is counted; `skipped` were before.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class CapturedUpdate:
         clip: float,
         generator: torch.Generator,
         replayed: Callable[[Tensor], None],
+        half: HalfWeights | None = None,
         skipped: int = 0,
     ) -> None:
         self._losses, self._optimizer, self._ema, self._clip, self._replayed = losses, optimizer, ema, clip, replayed
         self._parameters = list(by_size(net).values())
-        self._generator = generator
+        self._generator, self._half = generator, half
         self._images: Tensor | None = None
         self._labels: Tensor | None = None
         self._runs = 0
@@ -77,6 +79,8 @@ class CapturedUpdate:
         self._seen = torch.tensor([0.0, 0.0, 0.0, float(skipped)], dtype=torch.float64, device=device)
         self._lost = torch.zeros((), device=device)  # 1 if the last update was not finite
         optimizer.found_inf = self._lost  # type: ignore[attr-defined]  # a fused optimiser looks here, and leaves everything as it was
+        if half is not None:
+            half.refresh()  # a checkpoint may have been loaded since it was made
 
     def __call__(self, images: Tensor, labels: Tensor | None, *, lr: float, averaging: float) -> None:
         """One update on images (B, ...) and what the model is told of them. lr: the learning rate. averaging: the weight of the averages' newest."""
@@ -112,11 +116,15 @@ class CapturedUpdate:
         assert self._images is not None
         loss = self._losses(self._images, self._labels)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._half is not None:
+            self._half.collect()
         with torch.no_grad():
             norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
             lost = ~(loss.detach().isfinite() & norm.isfinite())
             self._lost.copy_(lost)
             self._optimizer.step()
+            if self._half is not None:
+                self._half.refresh()
             self._ema.towards(torch.where(lost, 0.0, self._weight))
             in_a_row = torch.where(lost, self._seen[2] + 1, 0.0)
             self._seen.copy_(torch.stack([loss.detach().double(), norm.double(), in_a_row, self._seen[3] + lost]))
@@ -126,12 +134,13 @@ class CapturedForward:
     """A network in evaluation mode, without gradients, as one graph for each shape of its input. What it gives is valid until the next call.
 
     net: may be compiled, for use under autocast; outside of it the network runs as it is, because what asks for exact numbers asks seldom, and
-    compiling takes a minute. Autocast must be without a cache, whose casts a graph would outlive.
+    compiling takes a minute. exact: what runs outside of autocast, where that is another (`lab/half.py`). Autocast must be without a cache, whose
+    casts a graph would outlive.
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, exact: nn.Module | None = None) -> None:
         self.net = net
-        self._orig_mod = getattr(net, "_orig_mod", net)  # who needs gradients asks a compiled module for this
+        self._orig_mod = getattr(net, "_orig_mod", net) if exact is None else exact  # who needs gradients asks a compiled module for this
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor | None], Any]] = {}
 
     @torch.no_grad()
@@ -161,12 +170,16 @@ class CapturedForward:
         device = next(given.device for given in inputs if given is not None)
         key = *(None if given is None else (given.shape, given.dtype) for given in inputs), autocast_dtype(device)
         if key not in self._graphs:
-            static = [None if given is None else _copy(given) for given in inputs]
-            for _ in range(WARMUP):
-                _apart(lambda: run(*static))
+            static, training = [None if given is None else _copy(given) for given in inputs], self.net.training
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = run(*static)
+            try:
+                self.net.eval()  # who asks has done so with the network that is trained, which may be another
+                for _ in range(WARMUP):
+                    _apart(lambda: run(*static))
+                with torch.cuda.graph(graph):
+                    out = run(*static)
+            finally:
+                self.net.train(training)
             self._graphs[key] = graph, static, out
         graph, static, out = self._graphs[key]
         for mine, given in zip(static, inputs, strict=True):

@@ -40,6 +40,7 @@ from noiseclock.lab.data import Files, Images, batches, head, load
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json
+from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.moments import by_size, load_moments, moments
 from noiseclock.lab.order import uniforms
@@ -107,11 +108,12 @@ class Run:
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = placed(network(recipe, self.data, self.clock), self.device)
         torch.manual_seed(recipe.seed * 1000 + self.rank)  # dropout: other for every rank
+        self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
+        captured = not self.not_captured
+        self._half = HalfWeights(self.net) if captured and recipe.precision == "bf16" else None
         self.predict: nn.Module = self._wrapped(shard)
         weighting = self.clock.weighting
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
-        self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
-        captured = not self.not_captured
         lr = torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr
         groups = [group for group in (list(by_size(self.net).values()), self.others) if group]  # apart: only the first may be sharded
         self.optimizer = optimizer_for(recipe, *groups, lr=lr, fused=True, capturable=captured)
@@ -126,14 +128,14 @@ class Run:
         self._captured = self._capturing() if captured else None
 
     def _capturing(self) -> CapturedUpdate:
-        self._seen_by_probes = CapturedForward(self.predict)
+        self._seen_by_probes = CapturedForward(self.predict, exact=self.net)
         return CapturedUpdate(
             self._loss, self.net, self.optimizer, self.ema, clip=self.recipe.clip or math.inf, generator=self.clock.generator(self.device),
-            replayed=lambda lost: self.clock.updated(skipped=lost), skipped=self.skipped,
+            replayed=lambda lost: self.clock.updated(skipped=lost), half=self._half, skipped=self.skipped,
         )  # fmt: skip
 
     def _wrapped(self, shard: bool) -> nn.Module:
-        predict: nn.Module = self.net
+        predict: nn.Module = self.net if self._half is None else self._half.net
         if shard:
             if not dist.is_initialized():
                 raise Mistake("shard spreads a model over processes, and there is one; start it with torchrun or accelerate launch")
@@ -141,7 +143,7 @@ class Run:
                 fully_shard(block)
             fully_shard(self.net)
         if self.recipe.compile and self.device.type == "cuda":
-            predict = torch.compile(self.net, dynamic=False)  # type: ignore[assignment]  # batches have one size
+            predict = torch.compile(predict, dynamic=False)  # type: ignore[assignment]  # batches have one size
         if self.world > 1 and not shard:
             predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
         return predict
