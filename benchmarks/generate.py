@@ -49,7 +49,7 @@ def measure(how: str, batch: int, args: argparse.Namespace) -> Cost:
     torch.manual_seed(0)
     shape = (3, args.size, args.size)
     net: Any = placed(build("unet", shape, channels=args.channels, attention=(args.size // 2,)), args.device).eval()
-    net = torch.compile(net) if how == "compiled" else net
+    net = torch.compile(net, dynamic=False) if how == "compiled" else net
     predict = net if how == "plain" else CapturedForward(net)
     schedule, objective = nc.schedule("linear"), OBJECTIVES["eps"]()
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import noiseclock as nc
+from noiseclock.core.later import Later
 from noiseclock.core.names import SAMPLERS
 from noiseclock.core.weightings import WEIGHTINGS
 
@@ -200,3 +201,10 @@ def test_grad_scaler_on_the_device(fused):
         scaler.update()
         optimizer.zero_grad()
     assert clock.updates == 4
+
+
+def test_numbers_on_their_way_are_those_of_when_they_were_sent():
+    x = torch.arange(1000.0, device="cuda")
+    sent = Later(x)
+    x.zero_()  # which waits its turn behind the copy
+    assert torch.equal(sent.read(), torch.arange(1000.0))

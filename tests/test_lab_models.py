@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 import noiseclock as nc
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import DIT, build, count, time_scale
-from noiseclock.lab.models.channels_last import Dropout, Normalised
+from noiseclock.lab.models.channels_last import Dropout, Normalised, Residual, SelfAttention
 
 SMALL = {
     "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
@@ -258,16 +258,19 @@ def test_mistakes_are_named(kind, options, message):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch's own tracer
-def test_a_compiled_unet_computes_the_same_and_keeps_channels_last():
-    model = small("unet").to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("classes", [None, 10])
+def test_a_compiled_unet_computes_the_same_and_keeps_channels_last(classes):
+    model = small("unet", classes=classes).to(memory_format=torch.channels_last)
     x, t = noise(3, 3, 8, 8).to(memory_format=torch.channels_last), torch.tensor([1, 500, 999])
-    orders = []
+    orders, products = [], []
 
     def look(graph, inputs):
         """What a compiler is given: are the pictures that go into each convolution in channels-last order?"""
         for node in graph.graph.nodes:
             if node.target is torch.ops.aten.convolution.default:
                 orders.append(node.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last))
+            elif node.target is torch.ops.aten.addmm.default:
+                products.append(node)
         return make_boxed_func(graph.forward)
 
     def gradients(net):
@@ -283,6 +286,9 @@ def test_a_compiled_unet_computes_the_same_and_keeps_channels_last():
     )
     assert len(orders) == sum(isinstance(m, nn.Conv2d) for m in model.modules())
     assert all(orders)
+    attention, residual = (sum(isinstance(m, kind) for m in model.modules()) for kind in (SelfAttention, Residual))
+    # two of each attention, two that embed the time, and one for all residual blocks unless classes are added in between
+    assert len(products) == 2 * attention + 2 + (1 if classes is None else residual)
     # sums in another order: float32 keeps seven digits of the largest
     assert (found[0] - wanted[0]).abs().max() < 1e-5 * wanted[0].abs().max()
     assert (found[1] - wanted[1]).abs().max() < 1e-5 * wanted[1].abs().max()

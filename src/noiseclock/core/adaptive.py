@@ -25,6 +25,7 @@ from noiseclock.core import ranks
 from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.checks import choose, take_finite, take_positive, take_whole
 from noiseclock.core.health import LEAST_ESS, Health
+from noiseclock.core.later import Later
 from noiseclock.core.policy import BetaCells, Policy, draw_cells
 from noiseclock.core.probes import Probe, take_rows
 from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
@@ -68,7 +69,6 @@ class Adaptive(Sampler):
     variant: str = "noiseclock"
 
     probes: int = field(init=False, repr=False, default=0)
-    skipped: int = field(init=False, repr=False, default=0)  # rewards that were not finite
     _setting: Setting | None = field(init=False, repr=False, default=None)
 
     stratified = False
@@ -126,12 +126,13 @@ class Adaptive(Sampler):
         self._mean = Table(torch.full((self.cells,), 1 / self.cells, dtype=torch.float64, device="cpu"))
         self._queue = Queue(self.queue, len(grid), self.count, self.select)
         self._health = Health()
-        self._chance = 0
+        self._skipped, self._chance = 0, 0
         self._reward = torch.zeros(3, dtype=torch.float64, device="cpu")  # running count, sum and sum of squares
         self._policy: Policy | None = None
         self._optimizer: torch.optim.Adam | None = None
         self._saved: Mapping[str, Any] | None = None
         self._before: tuple[Tensor, Tensor] | None = None
+        self._told: Later | None = None
 
     @property
     def _bound(self) -> Setting:
@@ -173,7 +174,7 @@ class Adaptive(Sampler):
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
         schedule = self._bound.schedule
-        pmf = self._mean.on(v.device).expand(n, -1) if x0 is None else self._pmf(x0)
+        pmf = self._mean_on(v.device).expand(n, -1) if x0 is None else self._pmf(x0)
         time, mass = draw_cells(pmf, v)
         log_pmf = mass.log()  # there is a floor
         return Draw(time, log_pmf + math.log(self.cells), log_pmf if isinstance(schedule, Discrete) else None)
@@ -181,13 +182,13 @@ class Adaptive(Sampler):
     @torch.no_grad()
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
         index = cell(unit_time(time), self.cells)
-        pmf = self._mean.on(time.device)[index] if x0 is None else self._pmf(x0).gather(1, index[:, None])[:, 0]
+        pmf = self._mean_on(time.device)[index] if x0 is None else self._pmf(x0).gather(1, index[:, None])[:, 0]
         return (pmf * self.cells).clamp(min=TINY).log()
 
     @torch.no_grad()
     def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
         # the mass of the step's interval, by the piecewise linear CDF of the cells
-        pmf = self._mean.on(step.device).expand(len(step), -1) if x0 is None else self._pmf(x0)
+        pmf = self._mean_on(step.device).expand(len(step), -1) if x0 is None else self._pmf(x0)
         lo, hi = step.to(pmf.dtype) * (self.cells / steps), (step + 1).to(pmf.dtype) * (self.cells / steps)
         edges = torch.arange(self.cells, device=step.device, dtype=pmf.dtype)
         overlap = (torch.minimum(hi[:, None], edges + 1) - torch.maximum(lo[:, None], edges)).clamp(min=0)
@@ -198,12 +199,19 @@ class Adaptive(Sampler):
     @property
     def selected(self) -> Tensor:
         """(|S|,) the times that stand for all of them."""
+        self._settle()
         return self._grid.values[self._queue.selected]
+
+    @property
+    def skipped(self) -> int:
+        """Rewards that were not finite."""
+        self._settle()
+        return self._skipped
 
     @property
     def info(self) -> dict[str, Any]:
         """What a log should show: probes so far, how well S predicts (R²), the times of S, the entropy of the mean density, skipped rewards."""
-        mean = self._mean.values
+        mean = self._mean_on(torch.device("cpu"))
         entropy = -(mean * mean.clamp(min=TINY).log()).sum().item() - math.log(self.cells)
         return {
             "probes": self.probes,
@@ -214,6 +222,7 @@ class Adaptive(Sampler):
         }
 
     def before(self, probe: Probe) -> None:
+        self._settle()
         self._before = self._measure(probe)
 
     def after(self, probe: Probe, batch: Batch) -> None:
@@ -229,26 +238,45 @@ class Adaptive(Sampler):
         lost = torch.zeros((), dtype=torch.bool, device=reward.device) if probe.lost is None else probe.lost
         usable = reward.isfinite() & ~lost
         mean, square = self._learn(probe.x0, batch.time, reward, usable, lost)
-        # one look at the device for all that the host must know, after everything is on its way there
-        row = row_before - row_after
-        told = torch.cat([mean, square, torch.stack([(~usable).sum(), lost]), row]).cpu().double()
-        mean, (square, skipped, none), row = told[: self.cells], told[self.cells : self.cells + 3], told[self.cells + 3 :]
-        self.skipped += int(skipped)
-        if self.select != "all" and not none:
+        self._told = Later(torch.cat([mean, square, torch.stack([(~usable).sum(), lost]), row_before - row_after]))
+        self.probes += 1
+        if not reward.is_cuda:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take in what the host must know of the last probe: on a GPU when it is asked for or at the next, because waiting leaves the device idle."""
+        if self._told is None:
+            return
+        told, self._told = self._told.read().double(), None
+        mean, (square, skipped, lost), row = told[: self.cells], told[self.cells : self.cells + 3], told[self.cells + 3 :]
+        self._skipped += int(skipped)
+        if self.select != "all" and not lost:
             self._queue.push(row)
         self._look(mean, 1 / float(square))
         self._mean.set_(mean)
-        self.probes += 1
+
+    def _mean_on(self, device: torch.device) -> Tensor:
+        """(n,) the mean density over the last batch that was probed."""
+        self._settle()
+        return self._mean.on(device)
 
     def _measure(self, probe: Probe) -> tuple[Tensor, Tensor]:
         """L_τ in bits: at S for every x0 of the batch, (|S|, B), and at every τ of the grid for one x0, (G,)."""
         device, size = probe.x0.device, len(probe.x0)
         grid, bits = self._grid.on(device), self._bits.on(device)
-        selected = self._queue.selected.to(device)
-        rows = torch.arange(size, device=device).repeat(len(selected))
-        losses = probe.losses(grid[selected].repeat_interleave(size), rows).view(len(selected), size)
-        whole = losses.new_empty(0) if self.select == "all" else self._whole_grid(probe) * bits
-        return losses * bits[selected, None], whole
+        selected = self._queue.selected.to(device, non_blocking=True)
+        rows, time = torch.arange(size, device=device).repeat(len(selected)), grid[selected].repeat_interleave(size)
+        if self.select == "all":
+            losses = probe.losses(time, rows)
+            whole = losses.new_empty(0)
+        elif ranks.active():
+            losses, whole = probe.losses(time, rows), self._whole_grid(probe) * bits
+        else:  # together, in fewer and fuller passes
+            noise_rows = torch.arange(len(grid), device=device) % size
+            one = torch.full_like(noise_rows, self.probes % size)
+            found = probe.losses(torch.cat([time, grid]), torch.cat([rows, one]), torch.cat([rows, noise_rows]))
+            losses, whole = found[: len(rows)], found[len(rows) :] * bits
+        return losses.view(len(selected), size) * bits[selected, None], whole
 
     def _whole_grid(self, probe: Probe) -> Tensor:
         """(G,) the loss of one x0 at every time of the grid: rank 0's, with the times shared out among the ranks."""
@@ -256,10 +284,11 @@ class Adaptive(Sampler):
         size = ranks.least(len(probe.x0), device)  # the last batch of an epoch may differ between ranks
         row = torch.full((1,), self.probes % size, device=device)
         x0, cond, noise = ranks.from_first((probe.x0[row], take_rows(probe.cond, row, len(probe.x0)), probe.noise[:size]))
-        rows = min(probe.rows, size)
         alone = Probe(
-            probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast, rows=rows
-        )
+            probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast,
+            rows=None if probe.rows >= size else probe.rows,
+        )  # fmt: skip
+        rows = alone.rows
         grid = self._grid.on(device)
         rank, world = self._bound.place() if ranks.active() else (0, 1)
         share = math.ceil(len(grid) / world)
@@ -364,9 +393,10 @@ class Adaptive(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         self._bound  # noqa: B018  # nothing to save before there is a clock
+        self._settle()
         state: dict[str, Any] = {
             "probes": self.probes,
-            "skipped": self.skipped,
+            "skipped": self._skipped,
             "chance": self._chance,
             "reward": self._reward.cpu().double(),
             "mean": self._mean.values.clone(),
@@ -395,11 +425,11 @@ class Adaptive(Sampler):
                 wanted = Policy(tuple(state["shape"]), self.hidden).state_dict()
             if {n: v.shape for n, v in wanted.items()} != {n: v.shape for n, v in state["policy"].items()}:
                 raise ValueError("Adaptive: the state's policy network is not one of this width and shape")
-        self.probes, self.skipped, self._chance = int(state["probes"]), int(state["skipped"]), int(state["chance"])
+        self.probes, self._skipped, self._chance = int(state["probes"]), int(state["skipped"]), int(state["chance"])
         self._reward = state["reward"].clone()
         self._queue.load_state_dict(state["queue"])
         self._mean.set_(state["mean"])
-        self._before = None
+        self._before = self._told = None
         self._saved = dict(state)
         if self._policy is not None:
             self._restore(self._saved)

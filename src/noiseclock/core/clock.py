@@ -52,7 +52,8 @@ class Clock:
     schedule, sampler, weighting, objective: objects or their names; the schedule may be a diffusers scheduler, which then also tells the
     objective ("eps" otherwise). base: the density over time that the objective means. correct: "importance" puts base/p on the loss, "none"
     leaves it out, "auto" does as the sampler declares. seed: of times and noise. rank, world_size: taken from torch.distributed where it
-    runs, unless given. probe_rows: how many samples a probe puts through the model at once, the batch unless given; fewer take less memory.
+    runs, unless given. probe_rows: how many samples a probe puts through the model at once, at most; passes of the batch's size unless given. Fewer
+    take less memory, more keep a GPU busier.
 
     >>> clock = Clock("linear", "uniform", "min-snr")
     >>> batch = clock.draw(torch.zeros(4, 3, 8, 8))
@@ -326,10 +327,11 @@ class Clock:
         generator = torch.Generator(x0.device).manual_seed(self._stream("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
-        rows = self.probe_rows or len(x0)
         self._probe = Probe(
-            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=rows, optimizer=self.optimizer
-        )
+            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
+            optimizer=self.optimizer,
+        )  # fmt: skip
+        rows = self._probe.rows
         self.sampler.before(self._probe)
         if self._probe.rows < rows:  # memory ran out, and would again
             self.probe_rows = self._probe.rows

@@ -68,10 +68,10 @@ class Probe:
     """One model, seen before and after an optimiser update with the same data, noise and conditioning.
 
     x0 (B, ...), noise (N, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
-    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and always `rows` samples at a time, so that nothing
-    recompiles; as many as the noise unless given, which needs no more memory than a training step. Where memory runs out all the same, `rows`
-    is halved until it suffices. optimizer: what trains it, if that is known. lost: was the update left out? (0-d, bool) on the device, where only
-    that knows; None where it was made.
+    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and in passes of one size, so that nothing recompiles: the
+    batch's own, which needs no more memory than a training step, or equal parts of at most `rows` samples. Where memory runs out all the same,
+    `rows` is halved until it suffices. optimizer: what trains it, if that is known. lost: was the update left out? (0-d, bool) on the device,
+    where only that knows; None where it was made.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Probe:
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
         self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
-        self.modules, self.autocast, self.rows = modules, autocast, rows or len(noise)
+        self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
         self.optimizer = optimizer
         self.lost: Tensor | None = None
 
@@ -130,10 +130,12 @@ class Probe:
 
     def _losses(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
         found = []
+        parts = -(-len(time) // self.rows)
+        size = self.rows if self._filled_up else -(-len(time) // parts)
         with undisturbed(self.modules, self.x0.device), self._as_in_training():
-            for start in range(0, len(time), self.rows):
-                # the last chunk is filled up from the beginning, so that every forward has one shape
-                chosen = torch.arange(start, start + self.rows, device=time.device) % len(time)
+            for part in range(parts):
+                # the last one is filled up from the beginning, so that every forward has one shape
+                chosen = torch.arange(part * size, (part + 1) * size, device=time.device) % len(time)
                 found.append(self._chunk(time[chosen], rows[chosen], noise_rows[chosen]))
         return torch.cat(found)[: len(time)]
 

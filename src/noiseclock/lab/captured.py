@@ -107,6 +107,11 @@ class CapturedUpdate:
         self._graph.replay()
         self._replayed(self._lost)
 
+    @property
+    def ready(self) -> bool:
+        """Is it captured? The updates up to then also compile and choose kernels."""
+        return self._graph is not None
+
     def read(self) -> Numbers:
         """What the last update was like. This waits for the device."""
         loss, norm, in_a_row, skipped = self._seen.tolist()

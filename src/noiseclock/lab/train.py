@@ -52,6 +52,7 @@ from noiseclock.lab.wording import state_of
 
 VALIDATION, TIMES = 128, 50  # held-out images, and times at which their loss is taken
 GRID = 64  # samples in a picture
+PROBED = 4  # batches that a captured probe puts through the network at once: without gradients that takes less memory than an update with one
 LOOK = 100  # updates that a captured training makes at most without a look at its loss
 
 
@@ -60,9 +61,9 @@ class Record:
     """One update.
 
     step: its number, from 1. loss: the mean weighted loss of all ranks. norm: of the gradient, before clipping. lr: the learning rate. images: seen
-    so far by all ranks. seconds: of training so far; validation, samples and checkpoints do not count. skipped: updates lost so far because the
-    loss or its gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update; and so are loss, norm and
-    skipped where updates are captured (`lab/captured.py`).
+    so far by all ranks. seconds: of training so far; validation, samples, checkpoints and compiling do not count. skipped: updates lost so far
+    because the loss or its gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update; and so are loss,
+    norm and skipped where updates are captured (`lab/captured.py`).
     """
 
     step: int
@@ -129,6 +130,7 @@ class Run:
 
     def _capturing(self) -> CapturedUpdate:
         self._seen_by_probes = CapturedForward(self.predict, exact=self.net)
+        self.clock.probe_rows = PROBED * self.recipe.batch
         return CapturedUpdate(
             self._loss, self.net, self.optimizer, self.ema, clip=self.recipe.clip or math.inf, generator=self.clock.generator(self.device),
             replayed=lambda lost: self.clock.updated(skipped=lost), half=self._half, skipped=self.skipped,
@@ -231,9 +233,9 @@ class Run:
         stream = self._stream()
         try:
             while self.step < recipe.updates:
-                start = time.perf_counter()
+                start, counts = time.perf_counter(), self._captured is None or self._captured.ready
                 record = self._update(stream)
-                self.seconds += time.perf_counter() - start
+                self.seconds += (time.perf_counter() - start) * counts
                 logged = self._logged(record.step)
                 self._learned = state_of(self.clock.sampler) if logged else self._learned
                 record = replace(record, seconds=self.seconds, sampler=self._learned)
@@ -326,7 +328,8 @@ class Run:
         x0, labels = next(stream)
         cond = self._condition(labels, 0)
         if self.clock.due:
-            self.clock.probe(x0, self._seen_by_probes, cond)
+            with self._autocast():
+                self.clock.probe(x0, self._seen_by_probes, cond)
         captured(x0, cond, lr=lr, averaging=self.ema.weight(self.step + 1))
         self.step += 1
         if self._looked_at(self.step):

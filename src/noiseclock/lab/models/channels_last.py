@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers import UNet2DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import TimestepEmbedding
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
@@ -96,8 +99,24 @@ def mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
+class Times(TimestepEmbedding):  # type: ignore[misc]
+    """diffusers' embedding of the time, and what all residual blocks make of it: one matrix product in the stead of one in each block."""
+
+    def forward(self, sample: Tensor, condition: Tensor | None = None) -> Tensor:
+        """(B, E), or (B, C of all blocks) where it is compiled."""
+        embedded: Tensor = super().forward(sample, condition)
+        weights = [block.time_emb_proj.weight for block in self.blocks]
+        if not torch.compiler.is_compiling() or any(hasattr(weight, "device_mesh") for weight in weights):  # a block alone gathers what is sharded
+            return embedded
+        # what is the same for all pixels goes to the norm: the convolution's bias too
+        biases = [block.time_emb_proj.bias + block.conv1.bias for block in self.blocks]
+        return F.linear(F.silu(embedded), torch.cat(weights), torch.cat(biases))
+
+
 class Residual(ResnetBlock2D):  # type: ignore[misc]
-    """diffusers' residual block, of the kind that adds the embedded time and keeps the size."""
+    """diffusers' residual block, of the kind that adds the embedded time and keeps the size. place: of its part in what `Times` gives."""
+
+    place = slice(0)
 
     def forward(self, input_tensor: Tensor, temb: Tensor, *args: object, **kwargs: object) -> Tensor:
         """(B, C', H, W) from (B, C, H, W) and the embedded time (B, E)."""
@@ -105,11 +124,30 @@ class Residual(ResnetBlock2D):  # type: ignore[misc]
             out: Tensor = super().forward(input_tensor, temb)
             return out
         x, first = self.nonlinearity(self.norm1(input_tensor)), self.conv1
-        offset = self.time_emb_proj(self.nonlinearity(temb)) + first.bias  # what is the same for all pixels goes to the norm
+        embedded = temb.shape[1] == self.time_emb_proj.in_features  # the blocks' channels together are always more
+        offset = self.time_emb_proj(self.nonlinearity(temb)) + first.bias if embedded else temb[:, self.place]
         x = self.norm2(F.conv2d(x, first.weight, stride=first.stride, padding=first.padding), offset)
         x = self.conv2(self.dropout(self.nonlinearity(x)))
         kept = input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)
         out = (kept + x) / self.output_scale_factor
+        return out
+
+
+class SelfAttention(Attention):  # type: ignore[misc]
+    """diffusers' attention between the pixels of a picture, with queries, keys and values from one matrix product."""
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
+        """(B, C, H, W) from (B, C, H, W)."""
+        if not torch.compiler.is_compiling() or encoder_hidden_states is not None or hidden_states.ndim != 4:
+            out: Tensor = super().forward(hidden_states, encoder_hidden_states, *args, **kwargs)
+            return out
+        last = self.group_norm(hidden_states).movedim(1, -1)
+        asked = self.to_q, self.to_k, self.to_v
+        together = F.linear(last.flatten(1, 2), torch.cat([layer.weight for layer in asked]), torch.cat([layer.bias for layer in asked]))
+        q, k, v = together.view(*together.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out = self.to_out[1](self.to_out[0](seen)).view(last.shape).movedim(-1, 1)
+        out = (out + hidden_states if self.residual_connection else out) / self.rescale_output_factor
         return out
 
 
@@ -128,8 +166,8 @@ class Upsample(Upsample2D):  # type: ignore[misc]
         return out
 
 
-def keep_channels_last(net: nn.Module) -> None:
-    """Let every such layer of a network be one of these. Parameters and their names stay."""
+def keep_channels_last(net: UNet2DModel) -> None:
+    """Let every such layer of a U-Net be one of these. Parameters and their names stay."""
     for module in net.modules():
         if type(module) is nn.GroupNorm:
             module.__class__ = GroupNorm
@@ -139,3 +177,12 @@ def keep_channels_last(net: nn.Module) -> None:
             module.__class__ = Upsample
         elif type(module) is ResnetBlock2D and module.time_embedding_norm == "default" and module.upsample is None and module.downsample is None:
             module.__class__ = Residual
+        elif type(module) is Attention:  # of `UNet2DModel`, all of whose attention is of this kind
+            module.__class__ = SelfAttention
+    blocks = [module for module in net.modules() if isinstance(module, ResnetBlock2D)]
+    # embedded classes are added to the embedded time afterwards
+    if net.class_embedding is None and all(type(block) is Residual and type(block.nonlinearity) is nn.SiLU for block in blocks):
+        net.time_embedding.__class__, net.time_embedding.blocks = Times, blocks
+        start = 0
+        for block in blocks:
+            block.place = slice(start, start := start + block.out_channels)
