@@ -254,9 +254,9 @@ def test_one_forward_for_each_loss():
 
 
 @every_variant
-@pytest.mark.parametrize("schedule", ["linear", "flow"])
+@pytest.mark.parametrize("schedule", ["linear", "flow", "edm"])
 def test_density_probabilities_and_draws_agree(sampler, schedule):
-    objective = "flow" if schedule == "flow" else "eps"
+    objective = {"linear": "eps"}.get(schedule, schedule)
     clock, _, _ = started(sampler, schedule, steps=12, objective=objective)
     adaptive, cells = clock.sampler, clock.sampler.cells
     x0 = ring().sample(3, torch.Generator().manual_seed(5))
@@ -290,10 +290,10 @@ def test_repr_rebuilds_and_clocks_do_not_share_what_they_learn(sampler):
 
 
 @every_variant
-@pytest.mark.parametrize("schedule", ["linear", "flow"])
+@pytest.mark.parametrize("schedule", ["linear", "flow", "edm"])
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
 def test_resuming_is_bit_exact(sampler, schedule, make):
-    objective = "flow" if schedule == "flow" else "eps"
+    objective = {"linear": "eps"}.get(schedule, schedule)
     whole = started(sampler, schedule, steps=6, make=make, objective=objective)
     rest = train(*whole, steps=6, seed=50)
     first = started(sampler, schedule, steps=6, make=make, objective=objective)

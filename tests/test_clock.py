@@ -411,7 +411,7 @@ def test_plot_data_of_a_known_case():
 
 
 @pytest.mark.parametrize("sampler", FIXED, ids=repr)
-@pytest.mark.parametrize("schedule", ["linear", "flow"])
+@pytest.mark.parametrize("schedule", ["linear", "flow", "edm"])
 def test_resuming_is_bit_exact(sampler, schedule):
     """2N steps are N, saved, loaded into a new clock, and N more: times, noise, losses and record."""
 

@@ -325,13 +325,19 @@ def test_data_without_classes_make_no_conditional_model(tmp_path):
 
 # --- every way to train -------------------------------------------------------------------------------------------------------------------
 
+EDM = {"schedule": "edm", "steps": None, "objective": "edm", "base": "log-normal"}
+FLOW = {"schedule": "flow", "steps": None, "objective": "flow"}
 WAYS = {
     "linear, eps": {},
     "cosine, v": {"schedule": "cosine", "objective": "v"},
     "quadratic, x0": {"schedule": "quadratic", "objective": "x0"},
     "zero terminal SNR, v": {"schedule": "linear:zero_terminal_snr=true", "objective": "v"},
-    "flow": {"schedule": "flow", "steps": None, "objective": "flow", "sampler": "logit-normal"},
-    "edm": {"schedule": "edm", "steps": None, "objective": "edm", "sampler": "log-normal", "weighting": "edm"},
+    "flow": {**FLOW, "sampler": "logit-normal"},
+    "edm": {**EDM, "sampler": "log-normal", "weighting": "edm"},
+    "edm, adaptive": {**EDM, "sampler": "adaptive:every=5,stride=20"},
+    "edm, variance-optimal": {**EDM, "sampler": "variance-optimal:every=5,bins=8,warmup=2"},
+    "flow, adaptive": {**FLOW, "sampler": "adaptive:every=5,stride=20"},
+    "flow, variance-optimal": {**FLOW, "sampler": "variance-optimal:every=5,bins=8,warmup=2"},
     "uncertainty": {"weighting": "uncertainty:weighting=min-snr"},
     "speed": {"sampler": "speed:k=3,tau=10", "weighting": "change-aware"},
 }
@@ -393,6 +399,33 @@ def test_samplers_that_learn_say_what_they_have_learned(tmp_path):
     assert records[-2].sampler != ""
 
 
+# --- starting from another training -------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_can_start_from_the_averaged_weights_of_another(tmp_path):
+    trained(replace(TINY, updates=20, lr=1e-2, save_every=20), tmp_path / "first")
+    theirs = checkpoint.load(tmp_path / "first")[1]["ema"]
+    settings = replace(TINY, updates=4, start=str(tmp_path / "first"), seed=3)
+    run = run_of(settings, tmp_path / "second")
+    for name, weight in run.net.state_dict().items():
+        assert torch.equal(weight, theirs[name]), name
+    for name, mean in run.ema.state_dict().items():
+        assert torch.equal(mean, theirs[name]), name
+    whole = trained(settings, tmp_path / "whole")
+    trained(settings, tmp_path / "parts", stop=2)
+    shutil.rmtree(tmp_path / "first")  # a run that has begun has weights of its own
+    assert [record.loss for record in trained(settings, tmp_path / "parts")] == [record.loss for record in whole[2:]]
+
+
+def test_what_cannot_be_started_from_is_named(tmp_path):
+    trained(replace(TINY, updates=2), tmp_path / "first")
+    with pytest.raises(Mistake, match="holds no checkpoint"):
+        trained(replace(TINY, start=str(tmp_path / "nowhere")), tmp_path / "second")
+    with pytest.raises(Mistake, match="its network is another"):
+        trained(replace(TINY, channels=32, start=str(tmp_path / "first")), tmp_path / "second")
+    assert not (tmp_path / "second" / "checkpoints").exists()
+
+
 # --- going on -----------------------------------------------------------------------------------------------------------------------------
 
 RESUMED = {
@@ -404,6 +437,10 @@ RESUMED = {
     "dropout": {"dropout": 0.3, "conditional": True, "flip": True},
     "accumulate": {"accumulate": 2, "weighting": "uncertainty", "optimizer": "adamw", "weight_decay": 0.1},
     "bf16": {"precision": "bf16", "sampler": "annealed:sampler=logit-normal,stop=8"},
+    "edm": {**EDM, "sampler": "variance-optimal:every=3,bins=4,warmup=1,gain=1.0"},
+    "edm, adaptive": {**EDM, "sampler": "adaptive:every=3,queue=3,stride=50"},
+    "flow": {**FLOW, "sampler": "adaptive:every=3,queue=3,stride=50"},
+    "flow, loss-second-moment": {**FLOW, "sampler": "loss-second-moment:bins=5,warmup=1"},
 }
 
 
@@ -482,6 +519,18 @@ def test_another_recipe_is_refused_with_the_differences(tmp_path, has_config):
         "sampler: 'logit-normal' here, 'uniform' in the checkpoint",
     ]
     assert content(tmp_path) == before
+
+
+def test_a_run_of_a_version_that_knew_fewer_settings_goes_on(tmp_path):
+    trained(replace(TINY, updates=2), tmp_path)
+    config, (_, state) = json.loads((tmp_path / "config.json").read_text()), checkpoint.load(tmp_path)
+    for settings in (config["settings"], state["settings"]):
+        del settings["base"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint.save(tmp_path, 2, state)
+    with pytest.raises(Mistake, match="base: 'logit-normal' here, 'uniform' in the checkpoint"):
+        trained(replace(TINY, updates=4, base="logit-normal"), tmp_path)
+    assert [record.step for record in trained(replace(TINY, updates=4), tmp_path)] == [3, 4]
 
 
 def test_what_may_change_between_runs_is_what_does_not_change_the_training():

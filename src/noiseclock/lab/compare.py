@@ -39,7 +39,7 @@ from noiseclock.lab.evaluate import bits_per_dim, compare_images
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.methods import applied
-from noiseclock.lab.recipes import Recipe, entry_of
+from noiseclock.lab.recipes import Recipe, completed, entry_of
 from noiseclock.lab.results import OF_THE_CELL, VERSION
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, train
@@ -324,7 +324,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     """What must be the same in all runs of one comparison, one entry a setting."""
     apart = (*GROWS, "baseline", "changed", "settings", "made with")
-    return {name: value for name, value in config.items() if name not in apart} | dict(config["settings"])
+    return {name: value for name, value in config.items() if name not in apart} | completed(config["settings"])
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:

@@ -6,6 +6,7 @@ A recipe is what `noiseclock train NAME` runs; every field can be changed on the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -53,6 +54,8 @@ class Recipe:
     """side of a DiT's patches"""
     dropout: float = 0.0
     """its probability"""
+    start: str = ""
+    """folder of a training whose averaged weights this one begins with; none unless given"""
     # --- the diffusion ---
     schedule: str = "linear"
     """linear, quadratic, cosine, scaled-linear, edm or flow"""
@@ -66,6 +69,8 @@ class Recipe:
     """what each noise level's loss counts, e.g. min-snr:gamma=5"""
     correct: str = "auto"
     """importance correction: auto, none or importance"""
+    base: str = "uniform"
+    """the density over time that is meant, which corrected samplers train whatever they draw, e.g. log-normal for edm"""
     variance: str = "fixed-large"
     """of ancestral sampling and the likelihood: fixed-large or fixed-small"""
     # --- the optimiser ---
@@ -142,9 +147,13 @@ class Recipe:
 
     def clock(self, **place: Any) -> Clock:
         """The clock that this recipe trains by. place: rank and world_size, where they are not torch.distributed's."""
-        parts = wording.schedule(self.schedule, self.steps), wording.sampler(self.sampler), wording.weighting(self.weighting)
+        schedule, sampler = wording.schedule(self.schedule, self.steps), wording.sampler(self.sampler)
+        weighting, base = wording.weighting(self.weighting), wording.sampler(self.base)
+        corrected = sampler.corrects if self.correct == "auto" else self.correct == "importance"
         try:
-            return Clock(*parts, self.objective, correct=self.correct, seed=self.seed, **place)
+            # what is not corrected trains what it draws, whatever is meant
+            meant: dict[str, Any] = {"base": base} if corrected else {}
+            return Clock(schedule, sampler, weighting, self.objective, correct=self.correct, seed=self.seed, **meant, **place)
         except (TypeError, ValueError) as error:
             raise Mistake(str(error)) from error
 
@@ -158,6 +167,11 @@ FREE = ("updates", "patience", "log_every", "save_every", "validate_every", "sam
 FIXED = tuple(f.name for f in fields(Recipe) if f.name not in FREE)
 
 
+def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that an earlier version wrote, with the defaults of what there is since."""
+    return {**{f.name: f.default for f in fields(Recipe)}, **settings}
+
+
 class Entry(NamedTuple):
     """A recipe in the table: what it is, what it needs, and roughly what it costs. missing: why it cannot run yet, if so."""
 
@@ -168,11 +182,14 @@ class Entry(NamedTuple):
     missing: str = ""
 
 
+_CIFAR10 = Recipe(
+    data="cifar10", flip=True, dropout=0.1, warmup=5000, updates=796_875, precision="bf16", compile=True, log_every=100, save_every=5000,
+    validate_every=5000, sample_every=20_000, solver="ddpm", solver_steps=1000,
+)  # fmt: skip
+
+
 def _cifar10(schedule: str) -> Entry:
-    recipe = Recipe(
-        data="cifar10", flip=True, dropout=0.1, schedule=schedule, warmup=5000, updates=796_875, precision="bf16", compile=True,
-        log_every=100, save_every=5000, validate_every=5000, sample_every=20_000, solver="ddpm", solver_steps=1000,
-    )  # fmt: skip
+    recipe = replace(_CIFAR10, schedule=schedule)
     return Entry(recipe, f"DDPM on CIFAR-10, {schedule} schedule (adaptive paper, Table 7)", "CIFAR-10, a GPU", "35.7 M parameters, 2040 epochs")
 
 
@@ -205,6 +222,20 @@ RECIPES: dict[str, Entry] = {
             log_every=100, save_every=2000, validate_every=2000, sample_every=4000,
         ),
         "a CIFAR-10 model in minutes of one large GPU, for comparisons", "CIFAR-10, a GPU", "9.0 M parameters, 20k updates",
+    ),
+    "cifar10-edm": Entry(
+        replace(
+            _CIFAR10, dropout=0.13, schedule="edm", steps=None, objective="edm", sampler="log-normal", base="log-normal", lr=1e-3, batch=512,
+            warmup=20_000, updates=390_625, ema=0.9993, solver="heun", solver_steps=18,
+        ),
+        "score-based: EDM's preconditioning, density and solver (2206.00364) with DDPM's U-Net", "CIFAR-10, a GPU",
+        "35.7 M parameters, 200 M images",
+    ),
+    "cifar10-flow": Entry(
+        replace(
+            _CIFAR10, schedule="flow", steps=None, objective="flow", sampler="logit-normal", updates=400_000, solver="heun", solver_steps=25,
+        ),
+        "rectified flow with SD3's logit-normal density (2403.03206) and DDPM's U-Net", "CIFAR-10, a GPU", "35.7 M parameters, 51 M images",
     ),
     "ffhq-dit": Entry(
         replace(_DIT, data="folder:data/ffhq"),

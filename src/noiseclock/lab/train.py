@@ -45,7 +45,7 @@ from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.moments import by_size, load_moments, moments
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
-from noiseclock.lab.recipes import FIXED, Recipe
+from noiseclock.lab.recipes import FIXED, Recipe, completed
 from noiseclock.lab.shards import blocks, spread, whole
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.wording import state_of
@@ -108,6 +108,8 @@ class Run:
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = placed(network(recipe, self.data, self.clock), self.device)
+        if recipe.start and not checkpoint.steps(folder):
+            self._start_from(Path(recipe.start))
         torch.manual_seed(recipe.seed * 1000 + self.rank)  # dropout: other for every rank
         self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
         captured = not self.not_captured
@@ -127,6 +129,15 @@ class Run:
         with all_or_none(accelerator):
             self._resume()
         self._captured = self._capturing() if captured else None
+
+    def _start_from(self, other: Path) -> None:
+        if not checkpoint.steps(other):
+            raise Mistake(f"cannot start from {other}: it holds no checkpoint; give the folder of a training that has made one")
+        _, state = checkpoint.load(other)
+        try:
+            self.net.load_state_dict({**state["model"], **state["ema"]})
+        except RuntimeError as error:  # which lists every parameter that differs
+            raise Mistake(f"cannot start from {other}: its network is another; make model, channels, blocks and the like alike") from error
 
     def _capturing(self) -> CapturedUpdate:
         self._seen_by_probes = CapturedForward(self.predict, exact=self.net)
@@ -176,7 +187,7 @@ class Run:
 
     def _refuse_other(self, theirs: dict[str, Any]) -> None:
         mine = self.recipe.settings()
-        if changes := difference(*({name: settings.get(name) for name in FIXED} for settings in (mine, theirs))):
+        if changes := difference(*({name: settings[name] for name in FIXED} for settings in (mine, completed(theirs)))):
             raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
 
     def _state(self) -> dict[str, Any]:
