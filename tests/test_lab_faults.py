@@ -34,7 +34,7 @@ def spoil(monkeypatch, spoiled: dict[int, float]) -> None:
 
     def spoiled_loss(self, batch, prediction):
         poison = torch.zeros_like(prediction)
-        poison[3, 0, 2, 2] = spoiled.get(int(self._draws), 0.0)
+        poison[3, 0, 2, 2] = spoiled.get(int(self._chance.draws), 0.0)
         return loss(self, batch, prediction + poison)
 
     monkeypatch.setattr(Clock, "loss", spoiled_loss)

@@ -16,19 +16,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from noiseclock.core import names
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
+from noiseclock.core.chance import Chance
 from noiseclock.core.checks import choose, take_whole
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
 from noiseclock.core.samplers import Sampler, Setting, Uniform
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
-from noiseclock.core.streams import finalize, independent, places, stratified
-from noiseclock.core.table import Table, lasting, wide
+from noiseclock.core.table import Table, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
 
 VERSION = 1  # of the state; raised when an older one can no longer be read
@@ -81,7 +80,7 @@ class Clock:
         self.seed = seed
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
-        self._place = _check_place(rank, world_size)
+        self._chance = Chance(seed, _check_place(rank, world_size))
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
@@ -96,16 +95,10 @@ class Clock:
         self.record = Record()
         self.optimizer: Any = None
         self._model: list[nn.Module] | None = None
-        # counters: batches drawn, on the device of the data; optimiser updates, less those that a fused optimiser may have skipped
-        with lasting():
-            self._draws = torch.zeros((), dtype=torch.int64, device="cpu")
+        # optimiser updates, less those that a fused optimiser may have skipped
         self._updates = 0
         self._unread_skips: Tensor | None = None
         self._waiting = 0
-        # random streams
-        self._places: dict[tuple[int, int, int], Table] = {}
-        self._noise: torch.Generator | None = None
-        self._saved_noise: Mapping[str, Any] | None = None
         # probes
         self._probe: Probe | None = None
         self._next_probe = 0
@@ -151,12 +144,7 @@ class Clock:
             self._before_update(x0, predict, cond)
         # first, because a new stream depends on how many draws there were, and a graph may ask for it before the first
         generator = self.generator(x0.device) if noise is None else None
-        rank, world_size = self.place()
-        part, parts = micro[0] * world_size + rank, micro[1] * world_size
-        number = self._next_draw(x0.device, first=micro[0] == 0)
-        start = self._start(len(x0), part, parts).on(x0.device)
-        evenly = self.sampler.stratified
-        uniforms = stratified(start, number, len(x0), part=part, parts=parts) if evenly else independent(start, number, len(x0))
+        uniforms = self._chance.uniforms(len(x0), x0.device, micro, evenly=self.sampler.stratified)
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
         if noise is None:
             noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
@@ -324,7 +312,7 @@ class Clock:
         if not modules or (self.optimizer is not None and not self._trains(modules)):
             raise ValueError(f"cannot find the model that is trained behind predict={predict!r}; name it: clock.attach(optimizer, model=model)")
         # noise of its own, by the update: what is trained must not depend on how often one looks
-        generator = torch.Generator(x0.device).manual_seed(self._stream("probe", self._updates))
+        generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
         self._probe = Probe(
@@ -378,11 +366,10 @@ class Clock:
             "setup": self._setup(),
             "updates": self.updates,
             "next_probe": self._next_probe,
-            "draws": int(self._draws),
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
-            "noise": self._noise_state(),
+            **self._chance.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -392,7 +379,7 @@ class Clock:
         go on in either case.
         """
         self._check_state(state)
-        updates, next_probe, draws = (int(state[name]) for name in ("updates", "next_probe", "draws"))
+        updates, next_probe = int(state["updates"]), int(state["next_probe"])
         before = self.sampler.state_dict()
         try:
             self.sampler.load_state_dict(state["sampler"])
@@ -402,10 +389,7 @@ class Clock:
             raise
         self.record.load_state_dict(state["record"])
         self._updates, self._next_probe, self._unread_skips = updates, next_probe, None
-        self._draws.fill_(draws)
-        self._saved_noise = state["noise"] or None
-        if self._noise is not None:
-            self._seed_noise(self._noise)  # in place: a captured graph may hold the generator
+        self._chance.load_state_dict(state)
         self._probe = self._batch = None
         self._advance()
         self._refresh()
@@ -420,8 +404,7 @@ class Clock:
             theirs = state["setup"].get(part)
             if theirs != mine:
                 raise ValueError(f"the state belongs to another clock: its {part} is {str(theirs)[:300]}, this one's is {str(mine)[:300]}")
-        if state["noise"] and set(state["noise"]) != {"device", "rank", "world_size", "state"}:
-            raise ValueError("the state of the noise is incomplete")
+        self._chance.check(state)
         self.record.check(state["record"])
 
     def _setup(self) -> dict[str, Any]:
@@ -435,66 +418,19 @@ class Clock:
             "seed": self.seed,
         }
 
-    # --- random streams and ranks -------------------------------------------------------------------------------------------------------
+    # --- ranks and random numbers -------------------------------------------------------------------------------------------------------
 
     def place(self) -> tuple[int, int]:
         """This process's rank and the number of ranks."""
-        if self._place is not None:
-            return self._place
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
-
-    def _next_draw(self, device: torch.device, *, first: bool) -> Tensor:
-        """The number of this draw, the same on every rank. Micro-batches of one update share it: only the first one moves on."""
-        if self._draws.device != device:
-            with lasting():
-                self._draws = self._draws.to(device)
-        if first:
-            self._draws += 1
-        return self._draws
-
-    def _start(self, n: int, part: int, parts: int) -> Table:
-        key = (n, part, parts)
-        if key not in self._places:
-            self._places[key] = Table(places(self.seed, n, part=part, parts=parts))
-        return self._places[key]
+        return self._chance.place()
 
     def generator(self, device: torch.device) -> torch.Generator:
         """This rank's stream of noise. A CUDA graph that captures `draw` must know it: `graph.register_generator_state(...)`."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())  # as tensors call it
-        if self._noise is None or self._noise.device != device:
-            self._noise = torch.Generator(device)
-            self._seed_noise(self._noise)
-        return self._noise
-
-    def _seed_noise(self, generator: torch.Generator) -> None:
-        """Go on where a saved stream was, or start this rank's own."""
-        rank, world_size = self.place()
-        saved, self._saved_noise = self._saved_noise, None
-        if saved is not None and (saved["device"], saved["rank"], saved["world_size"]) == (generator.device.type, rank, world_size):
-            generator.set_state(saved["state"].cpu())
-        else:
-            generator.manual_seed(self._stream("noise", int(self._draws)))
-
-    def _noise_state(self) -> dict[str, Any]:
-        if self._noise is None:
-            return dict(self._saved_noise or {})
-        rank, world_size = self.place()
-        return {"device": self._noise.device.type, "rank": rank, "world_size": world_size, "state": self._noise.get_state()}
+        return self._chance.generator(device)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what belongs to one optimiser or one step stays behind, and a copy must be attached anew."""
-        left = {"_hook": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_noise": None}
-        return {**self.__dict__, **left, "_saved_noise": self._noise_state() or None}
-
-    def _stream(self, purpose: str, count: int) -> int:
-        """A seed of this rank's own, for one purpose from one count on."""
-        word = self.seed
-        for part in (("noise", "probe").index(purpose), self.place()[0], count):
-            word = finalize(word) + 1 + part
-        return finalize(word) // 2
+        return {**self.__dict__, "_hook": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None}
 
 
 def _objective(given: str | Objective | None, schedule: Any) -> Objective:
