@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 import noiseclock as nc
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import DIT, build, count, time_scale
-from noiseclock.lab.models.channels_last import Dropout, Normalised, Residual, SelfAttention, Times
+from noiseclock.lab.models.channels_last import Dropout, Normalised, Residual, SelfAttention, Times, keep_channels_last
 
 SMALL = {
     "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
@@ -169,6 +169,12 @@ def test_in_an_adm_time_and_class_scale_and_shift_in_every_block_and_residual_bl
     assert all(block.time_emb_proj.out_features == 2 * block.out_channels for block in blocks)
     assert [sum(getattr(block, way) is not None for block in blocks) for way in ("downsample", "upsample")] == [2, 2]
     assert not [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.stride != (1, 1)]
+    # diffusers' own of these settings has no norm in the middle, and `keep_channels_last` then leaves that attention alone
+    assert all(module.group_norm is not None for module in model.modules() if isinstance(module, Attention))
+    theirs = UNet2DModel.from_config({**model.net.config, "attn_norm_num_groups": None})
+    keep_channels_last(theirs)
+    assert theirs.mid_block.attentions[0].group_norm is None
+    assert {type(module) for module in theirs.mid_block.attentions} == {Attention}
 
 
 @every_kind
