@@ -24,7 +24,7 @@ STEPS = 20
 def model_of(kind="unet", **options):
     """Random throughout: a fresh model predicts zero."""
     torch.manual_seed(0)
-    sizes = {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)} if kind == "unet" else {"channels": 16, "blocks": 1}
+    sizes = {"channels": 16, "blocks": 1} if kind in ("dit", "uvit") else {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)}
     model = build(kind, SHAPE, **sizes, **options).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -86,6 +86,13 @@ def test_ddim_from_the_same_folder_is_the_same(tmp_path, same_noise, case, steps
     assert np.abs(images - expected.numpy()).max() < 0.6
 
 
+def test_an_adm_is_exported_too(tmp_path, same_noise):
+    model, schedule, target = model_of("adm"), schedule_of(), nc.objective("eps")
+    export(model, schedule, target, tmp_path / "pipeline")
+    images = images_of(DiffusionPipeline.from_pretrained(tmp_path / "pipeline"), num_inference_steps=STEPS)
+    assert np.abs(images - generate(model, schedule, target, SHAPE, 4, solver="ddpm", steps=STEPS).numpy()).max() < 0.6
+
+
 def test_the_weights_and_betas_survive(tmp_path):
     model, schedule = model_of(), schedule_of()
     model.to(memory_format=torch.channels_last)  # as a trainer may keep them; safetensors takes contiguous tensors only
@@ -103,6 +110,7 @@ def test_the_weights_and_betas_survive(tmp_path):
     ("model", "schedule", "objective", "message"),
     [
         (model_of("dit"), schedule_of(), "eps", "no pipeline for a DiT without a VAE"),
+        (model_of("uvit"), schedule_of(), "eps", "no pipeline for a UViT without a VAE"),
         (model_of(classes=3), schedule_of(), "eps", r"take no labels; save the network alone with model\.net\.save_pretrained"),
         (model_of(), nc.schedule("edm"), "edm", r"not EDM with edm; save the network alone with model\.net\.save_pretrained"),
         (model_of(), nc.schedule("flow"), "flow", "not Flow with flow"),

@@ -9,7 +9,9 @@ from noiseclock.lab.models import build
 
 SMALL = {
     "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
+    "adm": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,), "head_channels": 8},
     "dit": {"channels": 16, "head_channels": 8, "blocks": 2, "patch": 2},
+    "uvit": {"channels": 16, "head_channels": 8, "blocks": 2, "patch": 2},
 }
 
 
@@ -32,7 +34,7 @@ def under_autocast(net, classes):
     return out.detach()
 
 
-@pytest.mark.parametrize(("model", "classes"), [("unet", None), ("dit", None), ("dit", 10)])
+@pytest.mark.parametrize(("model", "classes"), [("unet", None), ("adm", None), ("dit", None), ("dit", 10), ("uvit", None), ("uvit", 10)])
 def test_it_is_autocast_bit_for_bit(model, classes):
     net = network(model, classes)
     half = HalfWeights(net)
@@ -47,9 +49,10 @@ def test_it_is_autocast_bit_for_bit(model, classes):
     assert all(p.grad is None for p in half.net.parameters() if p.dtype == torch.bfloat16)
 
 
-def test_embedded_classes_are_rounded_once_more():
+@pytest.mark.parametrize("model", ["unet", "adm"])
+def test_embedded_classes_are_rounded_once_more(model):
     """By diffusers' U-Net, which brings them to the dtype of its first weight: 2^-9 of them, and what the layers after them make of it."""
-    net = network("unet", 10)
+    net = network(model, 10)
     half = HalfWeights(net)
     wanted, found = (under_autocast(one, 10).float() for one in (net, half.net))
     assert 0 < (found - wanted).norm() < 2**-6 * wanted.norm()
@@ -77,6 +80,16 @@ def test_norms_and_embeddings_stay_whole_and_are_shared():
         assert (theirs[name] is p) == norm, name
         assert theirs[name].dtype == (torch.float32 if norm else torch.bfloat16)
         assert theirs[name].stride() == p.stride()
+
+
+def test_embedded_positions_and_classes_of_a_uvit_stay_whole_and_are_shared():
+    net = network("uvit", 10)
+    half = HalfWeights(net)
+    theirs = dict(half.net.named_parameters())
+    for name, p in net.named_parameters():
+        whole = "norm" in name or name in ("positions", "label.weight")
+        assert (theirs[name] is p) == whole, name
+        assert theirs[name].dtype == (torch.float32 if whole else torch.bfloat16)
 
 
 def test_layers_that_share_a_weight_go_on_sharing_it():

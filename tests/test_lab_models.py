@@ -15,11 +15,13 @@ from torch._dynamo.backends.common import aot_autograd
 import noiseclock as nc
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import DIT, build, count, time_scale
-from noiseclock.lab.models.channels_last import Dropout, Normalised, Residual, SelfAttention
+from noiseclock.lab.models.channels_last import Dropout, Normalised, Residual, SelfAttention, Times, keep_channels_last
 
 SMALL = {
     "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
+    "adm": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,), "head_channels": 8},
     "dit": {"channels": 32, "blocks": 2, "head_channels": 16},
+    "uvit": {"channels": 32, "blocks": 2, "head_channels": 16},
 }
 every_kind = pytest.mark.parametrize("kind", SMALL)
 
@@ -29,7 +31,7 @@ def small(kind: str, shape=(3, 8, 8), *, seed=0, **options):
     torch.manual_seed(seed)
     model = build(kind, shape, **{**SMALL[kind], **options})
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+        nn.init.normal_(parameter, std=0.3 if kind == "uvit" else 0.1)  # a U-ViT's signal passes the weights of every norm
     return model
 
 
@@ -54,6 +56,23 @@ def noise(*shape: int, seed=0) -> torch.Tensor:
 def test_unets_have_the_papers_sizes(shape, options, parameters):
     with torch.device("meta"):
         assert count(build("unet", shape, **options)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "multipliers", "blocks", "millions"),
+    [
+        ((3, 64, 64), 192, (1, 2, 3, 4), 3, 296),
+        ((3, 128, 128), 256, (1, 1, 2, 3, 4), 2, 422),
+        ((3, 256, 256), 256, (1, 1, 2, 2, 4, 4), 2, 554),
+    ],
+)
+def test_adms_have_the_papers_sizes(shape, channels, multipliers, blocks, millions):
+    """2105.05233, the hyper-parameters for ImageNet, rounded to 1 M there; theirs predict a variance too, and embed no class that stands for none."""
+    settings = {"channels": channels, "multipliers": multipliers, "blocks": blocks}
+    with torch.device("meta"):
+        model = build("adm", shape, classes=1000, attention=(32, 16, 8), head_channels=64, **settings)
+    variance, none = 3 * (9 * channels + 1), 4 * channels
+    assert round((count(model) + variance - none) / 1e6) == millions
 
 
 @pytest.mark.parametrize(("size", "millions"), [("S", 33), ("B", 130), ("L", 458), ("XL", 675)])
@@ -118,16 +137,17 @@ def test_the_dit_agrees_with_diffusers():
         assert expected.std() > 0.1
 
 
-def test_the_unet_is_diffusers_own():
-    model = small("unet")
+@pytest.mark.parametrize("kind", ["unet", "adm"])
+def test_the_unet_is_diffusers_own(kind):
+    model = small(kind)
     theirs = UNet2DModel.from_config(model.net.config)
-    assert not isinstance(theirs.mid_block.resnets[0], type(model.net.mid_block.resnets[0]))
+    assert not isinstance(theirs.mid_block.attentions[0], type(model.net.mid_block.attentions[0]))
     theirs.load_state_dict(model.net.state_dict())
     x, t = noise(2, 3, 8, 8), torch.tensor([3, 700])
     assert torch.equal(model(x, t), theirs(x, t).sample)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["unet", "adm", "dit"])  # a U-ViT does not start at zero: test_lab_uvit.py
 def test_a_fresh_model_predicts_zero_and_learns(kind):
     model = build(kind, (1, 8, 8), **SMALL[kind])
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -141,6 +161,37 @@ def test_a_fresh_model_predicts_zero_and_learns(kind):
         optimizer.zero_grad()
     # four pictures are to be learned by heart: through the output alone, nothing but a mean could be
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_in_an_adm_time_and_class_scale_and_shift_in_every_block_and_residual_blocks_change_the_size():
+    model = build("adm", (3, 16, 16), classes=3, channels=16, multipliers=(1, 2, 2), blocks=1, attention=(8,), head_channels=8)
+    blocks = [module for module in model.modules() if isinstance(module, ResnetBlock2D)]
+    assert all(block.time_emb_proj.out_features == 2 * block.out_channels for block in blocks)
+    assert [sum(getattr(block, way) is not None for block in blocks) for way in ("downsample", "upsample")] == [2, 2]
+    assert not [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.stride != (1, 1)]
+    # diffusers' own of these settings has no norm in the middle, and `keep_channels_last` then leaves that attention alone
+    assert all(module.group_norm is not None for module in model.modules() if isinstance(module, Attention))
+    theirs = UNet2DModel.from_config({**model.net.config, "attn_norm_num_groups": None})
+    keep_channels_last(theirs)
+    assert theirs.mid_block.attentions[0].group_norm is None
+    assert {type(module) for module in theirs.mid_block.attentions} == {Attention}
+
+
+@every_kind
+def test_gradients_reach_every_parameter(kind):
+    model = small(kind, classes=4).train()
+    model(noise(4, 3, 8, 8), torch.tensor([1, 10, 100, 900]), torch.arange(4)).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+        assert parameter.grad.isfinite().all(), name
+
+
+@every_kind
+def test_the_time_changes_the_prediction(kind):
+    model, x = small(kind), noise(1, 3, 8, 8).expand(3, 3, 8, 8)
+    one, two, three = model(x, torch.tensor([10, 11, 500]))
+    # one step moves it, and many move it more
+    assert 1e-6 < (one - two).abs().max() < (one - three).abs().max()
 
 
 @every_kind
@@ -220,6 +271,9 @@ def test_a_dit_keeps_every_patch_in_its_place():
         ("unet", (1, 28, 28), {"multipliers": (1, 2, 2), "attention": (7,)}),  # MNIST: 28, 14, 7
         ("unet", (3, 8, 16), {"attention": (8,)}),
         ("unet", (1, 5, 7), {"multipliers": (1,), "attention": (5,)}),
+        ("adm", (1, 28, 28), {"multipliers": (1, 2, 2), "attention": (7,)}),
+        ("adm", (3, 8, 16), {"attention": (8,)}),
+        ("adm", (2, 8, 8), {"attention": ()}),
         ("dit", (1, 28, 28), {"patch": 4}),
         ("dit", (4, 6, 8), {"head_channels": 0}),
     ],
@@ -233,7 +287,7 @@ def test_shapes_that_work(kind, shape, options):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("vit", {}, "unknown kind of model 'vit'; known: dit, unet"),
+        ("vit", {}, "unknown kind of model 'vit'; known: adm, dit, unet, uvit"),
         ("unet", {"shape": (8, 8)}, r"shape \(channels, height, width\)"),
         ("unet", {"shape": (1, 8, 9)}, "sides must be multiples of 2, got 8×9"),
         ("unet", {"multipliers": (1, 2, 2, 2, 2)}, "sides must be multiples of 16"),
@@ -244,6 +298,9 @@ def test_shapes_that_work(kind, shape, options):
         ("unet", {"dropout": 1.0}, "dropout"),
         ("unet", {"blocks": 0}, "at least one block"),
         ("unet", {"classes": 0}, "classes must be at least 1"),
+        ("adm", {"shape": (1, 8, 9)}, "sides must be multiples of 2, got 8×9"),
+        ("adm", {"attention": (16,)}, "attention at height 16 never happens; this U-Net works at heights 8, 4"),
+        ("adm", {"head_channels": 5}, "must divide the width of every level that attends"),
         ("dit", {"patch": 3}, "patches of 3×3 do not tile"),
         ("dit", {"channels": 30}, "multiple of 4"),
         ("dit", {"head_channels": 12}, "must divide channels=32"),
@@ -292,6 +349,28 @@ def test_a_compiled_unet_computes_the_same_and_keeps_channels_last(classes):
     # sums in another order: float32 keeps seven digits of the largest
     assert (found[0] - wanted[0]).abs().max() < 1e-5 * wanted[0].abs().max()
     assert (found[1] - wanted[1]).abs().max() < 1e-5 * wanted[1].abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch's own tracer
+@pytest.mark.parametrize("classes", [None, 10])
+@pytest.mark.parametrize("kind", ["adm", "uvit"])
+def test_the_others_compute_the_same_when_they_are_compiled(kind, classes):
+    """Of what `keep_channels_last` puts into U-Nets, an ADM has the norms and the attention; its residual blocks and its time stay diffusers'."""
+    model = small(kind, classes=classes).train().to(memory_format=torch.channels_last)
+    assert not [module for module in model.modules() if isinstance(module, (Residual, Times))]
+    x, t = noise(3, 3, 8, 8).to(memory_format=torch.channels_last), torch.tensor([1, 500, 999])
+    labels = [] if classes is None else [torch.tensor([0, 4, 10])]
+
+    def gradients(net):
+        model.zero_grad()
+        out = net(x, t, *labels)
+        out.square().sum().backward()
+        return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    torch.compiler.reset()
+    # sums in another order: float32 keeps seven digits of the largest
+    for found, wanted in zip(gradients(torch.compile(model, backend="aot_eager", fullgraph=True)), gradients(model), strict=True):
+        assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 def test_the_written_out_gradient_of_the_group_norm_is_its_gradient():

@@ -57,6 +57,9 @@ def test_imagenet_is_table_9_of_the_adaptive_paper():
     name = "imagenet-uvit"
     width, head = values(name, "channels", "head_channels")
     assert (width, width // head) == (1152, 16)
+    # U-ViT-H, whose depth is 28; the table prints 12
+    assert values(name, "model", "blocks", "patch", "dropout") == ("uvit", 28, 2, 0.0)
+    assert "prints depth 12 where U-ViT-H has 28" in RECIPES[name].about
     assert values(name, "optimizer", "betas", "lr", "batch", "ema") == ("adamw", (0.99, 0.99), 2e-4, 256, 0.9999)
     assert values(name, "schedule", "updates", "solver", "solver_steps") == ("cosine", 2_100_000, "heun", 50)
 
@@ -70,16 +73,18 @@ def test_faces_are_as_in_speed(name):
 # --- every recipe works -------------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32), "folder": (3, 64, 64)}  # 64×64: LDM's latents, too
+LATENTS = {"imagenet-uvit": ((4, 32, 32), 1000)}  # their shape, and the classes of the data
 MILLIONS = {
     "digits": 0.7, "mnist": 1.6, "cifar10-linear": 35.7, "cifar10-cosine": 35.7, "cifar10-quadratic": 35.7, "cifar10-sprint": 9.0,
-    "ffhq-dit": 674, "metfaces-dit": 674, "celebahq-ldm": 274,
+    "ffhq-dit": 674, "metfaces-dit": 674, "celebahq-ldm": 274, "imagenet-uvit": 501,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MILLIONS)
 def test_a_recipe_has_the_parameters_that_it_says(name):
     entry = RECIPES[name]
-    data = SimpleNamespace(shape=SHAPES[entry.recipe.data.partition(":")[0]], classes=None, name="")
+    shape, classes = LATENTS.get(name) or (SHAPES[entry.recipe.data.partition(":")[0]], None)
+    data = SimpleNamespace(shape=shape, classes=classes, name="")
     with torch.device("meta"):
         parameters = count(network(entry.recipe, data, entry.recipe.clock())) / 1e6
     stated = MILLIONS[name]

@@ -431,6 +431,7 @@ def test_what_cannot_be_started_from_is_named(tmp_path):
 RESUMED = {
     "uniform": {},
     "unet": {"model": "unet", "channels": 8, "head_channels": 0, "multipliers": (1,), "attention": ()},
+    "adm": {"model": "adm", "channels": 8, "head_channels": 0, "multipliers": (1, 2), "attention": (4,), "conditional": True, "dropout": 0.1},
     "adaptive": {"sampler": "adaptive:every=3,queue=3"},
     "loss-second-moment": {"sampler": "loss-second-moment:bins=5,warmup=1"},
     "gradient-variance": {"sampler": "gradient-variance:every=3,bins=4,samples=8,pairs=2"},

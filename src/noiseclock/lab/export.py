@@ -23,7 +23,7 @@ def export(model: nn.Module, schedule: Schedule, objective: Objective, folder: s
     called with use_clipped_model_output=True. (Its fewer ancestral steps leave noise in the picture at the end when the variance is fixed-large.)
     """
     if not isinstance(model, UNet):
-        raise Mistake("diffusers has no pipeline for a DiT without a VAE; only U-Nets are exported, a DiT stays in its checkpoint")
+        raise Mistake(f"diffusers has no pipeline for a {type(model).__name__} without a VAE; only U-Nets are exported, it stays in its checkpoint")
     if model.null is not None:
         raise Mistake("diffusers' pipelines for U-Nets take no labels; save the network alone with model.net.save_pretrained(folder)")
     if not isinstance(schedule, Discrete) or type(objective) not in PREDICTION:

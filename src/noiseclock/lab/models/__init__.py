@@ -1,6 +1,6 @@
-"""The networks: `build` makes a U-Net or a DiT, called as model(x, t, labels) -> (B, C, H, W).
+"""The networks: `build` makes a U-Net, a DiT or a U-ViT, called as model(x, t, labels) -> (B, C, H, W).
 
-Both keep one embedding more than there are classes: label `model.null` stands for "no class", for classifier-free guidance.
+All keep one embedding more than there are classes: label `model.null` stands for "no class", for classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models.dit import DiT
 from noiseclock.lab.models.unet import UNet
+from noiseclock.lab.models.uvit import UViT
 
 # The sizes of the DiT paper (2212.09748, Table 1); the name S/2 means size S with patches of 2×2.
 DIT: dict[str, dict[str, int]] = {
@@ -21,6 +22,15 @@ DIT: dict[str, dict[str, int]] = {
     "B": {"channels": 768, "blocks": 12, "head_channels": 64},
     "L": {"channels": 1024, "blocks": 24, "head_channels": 64},
     "XL": {"channels": 1152, "blocks": 28, "head_channels": 72},
+}
+
+# The sizes of U-ViT (2209.12152, Table 1), with the depth as its released code has it, one less than the layers in that table.
+UVIT: dict[str, dict[str, int]] = {
+    "S": {"channels": 512, "blocks": 12, "head_channels": 64},
+    "S-deep": {"channels": 512, "blocks": 16, "head_channels": 64},
+    "M": {"channels": 768, "blocks": 16, "head_channels": 64},
+    "L": {"channels": 1024, "blocks": 20, "head_channels": 64},
+    "H": {"channels": 1152, "blocks": 28, "head_channels": 72},
 }
 
 
@@ -37,13 +47,14 @@ def build(
     patch: int = 2,
     dropout: float = 0.0,
     time_scale: float = 1.0,
-) -> UNet | DiT:
+) -> UNet | DiT | UViT:
     """A network for data of `shape` (C, H, W).
 
-    kind: "unet" or "dit". classes: how many, None for none. channels: the width, of a U-Net's first level. blocks: residual blocks of each of
-    a U-Net's levels, or a DiT's depth. head_channels: of one attention head; 0 makes one head of all of them. dropout: its probability.
-    time_scale: what t is multiplied with before it is embedded; take `time_scale(schedule)`. A U-Net alone reads `multipliers`, each level's
-    width by the first, and `attention`, the heights at which it attends; a DiT alone reads `patch`, the side of its patches.
+    kind: "unet" (DDPM's), "adm" (a U-Net as ADM has it), "dit" or "uvit". classes: how many, None for none. channels: the width, of a U-Net's
+    first level. blocks: residual blocks of each of a U-Net's levels, or the depth of a DiT or U-ViT. head_channels: of one attention head; 0 makes
+    one head of all of them. dropout: its probability. time_scale: what t is multiplied with before it is embedded; take `time_scale(schedule)`.
+    U-Nets alone read `multipliers`, each level's width by the first, and `attention`, the heights at which they attend; the others alone read
+    `patch`, the side of their patches.
 
     >>> model = build("unet", (1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, attention=(4,))
     >>> model(torch.zeros(5, 1, 8, 8), torch.arange(5)).shape
@@ -55,11 +66,13 @@ def build(
         raise Mistake(f"classes must be at least 1, or None for data without labels, got {classes}")
     if blocks < 1 or not 0 <= dropout < 1:
         raise Mistake(f"a model needs at least one block and a dropout in [0, 1), got {blocks=} and {dropout=}")
-    if kind == "unet":
-        return UNet(shape, classes, channels, tuple(multipliers), blocks, tuple(attention), head_channels, dropout, time_scale)
-    if kind == "dit":
-        return DiT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale)
-    raise Mistake(f"unknown kind of model {kind!r}; known: dit, unet")
+    if kind in ("unet", "adm"):
+        levels = tuple(multipliers), blocks, tuple(attention)
+        return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm")
+    if kind in ("dit", "uvit"):
+        make = DiT if kind == "dit" else UViT
+        return make(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale)
+    raise Mistake(f"unknown kind of model {kind!r}; known: adm, dit, unet, uvit")
 
 
 def time_scale(schedule: Schedule) -> float:

@@ -177,7 +177,7 @@ def keep_channels_last(net: UNet2DModel) -> None:
             module.__class__ = Upsample
         elif type(module) is ResnetBlock2D and module.time_embedding_norm == "default" and module.upsample is None and module.downsample is None:
             module.__class__ = Residual
-        elif type(module) is Attention:  # of `UNet2DModel`, all of whose attention is of this kind
+        elif type(module) is Attention and module.group_norm is not None:  # in other things all attention of `UNet2DModel` is of this kind
             module.__class__ = SelfAttention
     blocks = [module for module in net.modules() if isinstance(module, ResnetBlock2D)]
     # embedded classes are added to the embedded time afterwards

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from noiseclock.lab.errors import Mistake
+from noiseclock.lab.models.patches import assembled, grid, heads
 
 FREQUENCIES = 256
 
@@ -35,22 +36,19 @@ class DiT(nn.Module):
         time_scale: float,
     ) -> None:
         super().__init__()
-        colours, height, width = shape
-        if patch < 1 or height % patch or width % patch:
-            raise Mistake(f"patches of {patch}×{patch} do not tile a picture of {height}×{width}; choose a patch that divides both sides")
+        colours = shape[0]
+        rows, columns = grid(shape, patch)
         if channels < 4 or channels % 4:
             raise Mistake(f"channels must be a multiple of 4, for sines and cosines of two coordinates, got {channels}")
-        if head_channels < 0 or (head_channels and channels % head_channels):
-            raise Mistake(f"head_channels={head_channels} must divide channels={channels}; 0 makes one head")
         self.null = classes
         self.time_scale = time_scale
         self.patch = patch
         self.tokens = nn.Conv2d(colours, channels, patch, patch)
-        self.positions = nn.Buffer(_positions(height // patch, width // patch, channels), persistent=False)
+        self.positions = nn.Buffer(_positions(rows, columns, channels), persistent=False)
         self.frequencies = Timesteps(FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.time = nn.Sequential(nn.Linear(FREQUENCIES, channels), nn.SiLU(), nn.Linear(channels, channels))
         self.label = None if classes is None else nn.Embedding(classes + 1, channels)
-        self.blocks = nn.ModuleList(Block(channels, channels // (head_channels or channels), dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(channels, heads(channels, head_channels), dropout) for _ in range(blocks))
         self.norm = _norm(channels)
         self.modulation = nn.Linear(channels, 2 * channels)
         self.out = nn.Linear(channels, patch * patch * colours)
@@ -72,9 +70,7 @@ class DiT(nn.Module):
             h = block(h, cond)
         shift, scale = self.modulation(cond)[:, None].chunk(2, -1)
         h = self.out(self.norm(h) * (1 + scale) + shift)
-        h = h.unflatten(1, tokens.shape[2:]).unflatten(3, (self.patch, self.patch, -1))  # (B, H/p, W/p, p, p, C)
-        out: Tensor = h.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
-        return out
+        return assembled(h, tokens.shape[2:], self.patch)
 
     def _start_as_in_the_paper(self) -> None:
         for module in self.modules():

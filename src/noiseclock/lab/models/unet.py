@@ -1,8 +1,9 @@
-"""DDPM's U-Net, as diffusers' `UNet2DModel`; the same class at other sizes is LDM's, or a small one for digits."""
+"""U-Nets, as diffusers' `UNet2DModel`: DDPM's, which at other sizes is LDM's or a small one for digits, and ADM's."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from diffusers import UNet2DModel
@@ -13,12 +14,21 @@ from torch import Tensor, nn
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models.channels_last import keep_channels_last
 
+DDPM: dict[str, Any] = {"norm_eps": 1e-6, "downsample_padding": 0, "flip_sin_to_cos": False, "freq_shift": 1}
+ADM: dict[str, Any] = {
+    "norm_eps": 1e-5, "flip_sin_to_cos": True, "freq_shift": 0,
+    "resnet_time_scale_shift": "scale_shift", "downsample_type": "resnet", "upsample_type": "resnet",
+}  # fmt: skip
+
 
 class UNet(nn.Module):
     """x (B, C, H, W), t (B,), labels (B,) -> (B, C, H, W).
 
     `net` is the diffusers model, which can be saved and loaded by itself. The settings are those of google/ddpm-cifar10-32: attention on the
     chosen levels and always in the middle, convolutions to change the size, group norm. LDM's U-Nets differ in nothing that matters.
+
+    adm: as in ADM (Dhariwal & Nichol, 2105.05233): time and class scale and shift what the second norm of a residual block gives, and residual blocks
+    change the size. Its heads have 64 channels.
     """
 
     def __init__(
@@ -32,12 +42,15 @@ class UNet(nn.Module):
         head_channels: int,
         dropout: float,
         time_scale: float,
+        adm: bool = False,
     ) -> None:
         super().__init__()
         _check(shape, channels, multipliers, attention, head_channels)
         colours, height, width = shape
         widths = [channels * multiplier for multiplier in multipliers]
         attends = [height >> level in attention for level in range(len(widths))]
+        down, up = ("ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D") if adm else ("DownBlock2D", "UpBlock2D")
+        groups = max(groups for groups in range(1, 33) if math.gcd(*widths) % groups == 0)
         self.null = classes
         self.time_scale = time_scale
         self.net = UNet2DModel(
@@ -46,16 +59,14 @@ class UNet(nn.Module):
             out_channels=colours,
             block_out_channels=tuple(widths),
             layers_per_block=blocks,
-            down_block_types=tuple("AttnDownBlock2D" if yes else "DownBlock2D" for yes in attends),
-            up_block_types=tuple("AttnUpBlock2D" if yes else "UpBlock2D" for yes in reversed(attends)),
+            down_block_types=tuple("AttnDownBlock2D" if yes else down for yes in attends),
+            up_block_types=tuple("AttnUpBlock2D" if yes else up for yes in reversed(attends)),
             attention_head_dim=head_channels or None,
-            norm_num_groups=max(groups for groups in range(1, 33) if math.gcd(*widths) % groups == 0),
-            norm_eps=1e-6,
-            downsample_padding=0,
-            flip_sin_to_cos=False,
-            freq_shift=1,
+            norm_num_groups=groups,
+            attn_norm_num_groups=groups,  # or diffusers would leave the norm of ADM's attention in the middle out
             dropout=dropout,
             num_class_embeds=None if classes is None else classes + 1,
+            **(ADM if adm else DDPM),
         )
         keep_channels_last(self.net)
         self._start_as_ddpm()

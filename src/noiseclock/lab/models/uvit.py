@@ -1,0 +1,112 @@
+"""U-ViT (Bao et al., 2209.12152, "All are Worth Words"), for pixels or latents.
+
+The time, the class and the patches of the picture are tokens like each other, and the first half of the blocks reaches the second through long
+skip connections, as in a U-Net. Written from the paper: its defaults are no bias in queries, keys and values, the sines and cosines of the time as
+they are, and a 3×3 convolution at the end. (diffusers' `UVit2DModel` is another network, of a text-to-image model.)
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.embeddings import Timesteps
+from torch import Tensor, nn
+from torch.nn import functional
+
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.models.patches import assembled, grid, heads
+
+
+class UViT(nn.Module):
+    """x (B, C, H, W), t (B,), labels (B,) -> (B, C, H, W).
+
+    blocks: the depth, half of it on either side of one block in the middle. The H of the released code has depth 28; these are the 29 layers of the
+    paper's Table 1, and 29 builds the same network.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        classes: int | None,
+        channels: int,
+        blocks: int,
+        head_channels: int,
+        patch: int,
+        dropout: float,
+        time_scale: float,
+    ) -> None:
+        super().__init__()
+        if channels < 2 or channels % 2:
+            raise Mistake(f"channels must be an even number, for sines and cosines of the time, got {channels}")
+        colours, half = shape[0], blocks // 2
+        rows, columns = grid(shape, patch)
+        size = channels, heads(channels, head_channels), dropout
+        self.null = classes
+        self.time_scale = time_scale
+        self.patch = patch
+        self.tokens = nn.Conv2d(colours, channels, patch, patch)
+        self.time = Timesteps(channels, flip_sin_to_cos=True, downscale_freq_shift=0)
+        self.label = None if classes is None else nn.Embedding(classes + 1, channels)
+        self.before = 1 if classes is None else 2  # tokens before those of the picture
+        self.positions = nn.Parameter(torch.empty(self.before + rows * columns, channels))
+        self.first = nn.ModuleList(Block(*size) for _ in range(half))
+        self.middle = nn.ModuleList([Block(*size)])  # a list, so that sharding finds it as it does the others
+        self.second = nn.ModuleList(Block(*size, joins=True) for _ in range(half))
+        self.norm = nn.LayerNorm(channels)
+        self.out = nn.Linear(channels, patch * patch * colours)
+        self.smooth = nn.Conv2d(colours, colours, 3, padding=1)
+        self._start_as_in_the_paper()
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        """What the network predicts; without labels, for no class in particular."""
+        if self.label is None and labels is not None:
+            raise Mistake("this U-ViT knows no classes: leave the labels out, or build it with classes=...")
+        if self.null is not None and labels is None:
+            labels = torch.full((len(x),), self.null, device=x.device)
+        patches = self.tokens(x)  # (B, D, H/p, W/p)
+        tokens = [self.time(t * self.time_scale).to(x.dtype)[:, None], patches.flatten(2).mT]
+        if self.label is not None:
+            tokens.insert(1, self.label(labels)[:, None])
+        h = torch.cat(tokens, 1) + self.positions  # (B, before + N, D)
+        kept = []
+        for block in self.first:
+            h = block(h)
+            kept.append(h)
+        for block in self.middle:
+            h = block(h)
+        for block in self.second:
+            h = block(h, kept.pop())
+        h = self.out(self.norm(h)[:, self.before :])
+        out: Tensor = self.smooth(assembled(h, patches.shape[2:], self.patch))
+        return out
+
+    def _start_as_in_the_paper(self) -> None:
+        # which does not start at zero, other than DiT and DDPM; convolutions stay as torch starts them
+        nn.init.trunc_normal_(self.positions, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+
+class Block(nn.Module):
+    """A transformer block, norms first: h (B, N, D) -> (B, N, D). joins: it reads an earlier block's output too."""
+
+    def __init__(self, channels: int, heads: int, dropout: float, joins: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.join = nn.Linear(2 * channels, channels) if joins else None
+        self.norm1, self.norm2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
+        self.qkv = nn.Linear(channels, 3 * channels, bias=False)
+        self.mix = nn.Linear(channels, channels)
+        self.mlp = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * channels, channels))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor, earlier: Tensor | None = None) -> Tensor:
+        """One block further."""
+        if self.join is not None and earlier is not None:
+            h = self.join(torch.cat([h, earlier], 2))
+        q, k, v = self.qkv(self.norm1(h)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, N, D/heads)
+        h = h + self.dropout(self.mix(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        out: Tensor = h + self.mlp(self.norm2(h))
+        return out
