@@ -1,6 +1,7 @@
 """How much each measure of "which times are worth training" says, on one partly trained model.
 
-    python benchmarks/signals.py --updates 300 --probes 60 --out signals.json    # digits, minutes on 2 cores
+    python benchmarks/signals.py --updates 300 --probes 60 --out signals.json                 # digits, minutes on 2 cores
+    python benchmarks/signals.py --run runs/cifar10-sprint --device cuda --out signals.json   # a training's averaged weights
 
 Signals for single draws, by ten bins of their time: F and R² of an analysis of variance, and Spearman's rank correlation of the bins' means with
 the truth. The truth is the real decrease of the target, the plain loss over all times on other images, after one small step in the optimiser's metric
@@ -40,23 +41,32 @@ from noiseclock.core.lookahead import TARGETS, utility
 from noiseclock.core.objectives import squared_error
 from noiseclock.lab.data import batches, load
 from noiseclock.lab.models import build
+from noiseclock.lab.trained import opened
 
 BINS = 10
 
 
 class Bench:
-    """A model that was trained a little with Adam, and the data."""
+    """A model that was trained a little with Adam, or that of a training's folder, and its data."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
-        data = load("digits")
-        self.batch = args.batch
-        self.model = build("unet", data.shape, channels=args.channels, multipliers=(1, 2), blocks=1, attention=(4,))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3, fused=True)
-        self.clock = nc.Clock("linear", "uniform", seed=args.seed).attach(self.optimizer, model=self.model)
-        self._images = batches(data, args.batch, seed=args.seed)
-        self.generator = torch.Generator().manual_seed(args.seed)
-        for _ in range(args.updates):
+        self.batch, self.device = args.batch, torch.device(args.device)
+        schedule: str | nc.Schedule = "linear"
+        objective: str | nc.Objective = "eps"
+        if args.run:
+            run = opened(args.run, device=self.device)
+            data, self.model, self.optimizer, schedule, objective = run.data, run.net, run.optimizer(), run.clock.schedule, run.clock.objective
+            self.name = f"{args.run.name} after {run.step:,} updates"
+        else:
+            data = load("digits")
+            self.model = build("unet", data.shape, channels=args.channels, multipliers=(1, 2), blocks=1, attention=(4,)).to(self.device)
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3, fused=True)
+            self.name = f"digits after {args.updates:,} updates"
+        self.clock = nc.Clock(schedule, "uniform", objective=objective, seed=args.seed).attach(self.optimizer, model=self.model)
+        self._images = batches(data, args.batch, seed=args.seed, device=self.device)
+        self.generator = torch.Generator(self.device).manual_seed(args.seed)
+        for _ in range(0 if args.run else args.updates):
             self.update(self.images(), None)
 
     def images(self) -> Tensor:
@@ -77,7 +87,11 @@ class Bench:
 
     def noise(self, x0: Tensor) -> Tensor:
         """Like x0."""
-        return torch.randn(x0.shape, generator=self.generator)
+        return torch.randn(x0.shape, generator=self.generator, device=self.device)
+
+    def evenly(self, n: int, first: float = 0.0, last: float = 1.0) -> Tensor:
+        """n times in the middles of equal parts."""
+        return first + (last - first) * (torch.arange(n, dtype=torch.float64, device=self.device) + 0.5) / n
 
     def gradient(self, time: Tensor) -> list[Tensor]:
         """Of the mean loss of fresh samples at times (n,)."""
@@ -97,14 +111,9 @@ class Bench:
         return probe
 
 
-def evenly(n: int, first: float = 0.0, last: float = 1.0) -> Tensor:
-    """n times in the middles of equal parts."""
-    return first + (last - first) * (torch.arange(n, dtype=torch.float64) + 0.5) / n
-
-
 def bin_of(time: Tensor) -> Any:
     """0 to BINS-1."""
-    return (time * BINS).long().clamp(max=BINS - 1).numpy()
+    return (time * BINS).long().clamp(max=BINS - 1).cpu().numpy()
 
 
 # --- signals of single draws --------------------------------------------------------------------------------------------------------------
@@ -112,13 +121,13 @@ def bin_of(time: Tensor) -> Any:
 
 def rewards(bench: Bench, probes: int) -> dict[str, tuple[Any, Any]]:
     """Bins (N,) of draws and their rewards (N,), the two ways. The model is put back after each update."""
-    bits = nc.VLB()(bench.clock.schedule, times := evenly(3), bench.clock.objective)
+    bits = nc.VLB()(bench.clock.schedule, times := bench.evenly(3), bench.clock.objective)
     found: dict[str, list[Any]] = {"released": [], "paper": []}
     bins = []
     state, moments = copy.deepcopy(bench.model.state_dict()), copy.deepcopy(bench.optimizer.state_dict())
     for _ in range(probes):
         x0 = bench.images()
-        time = torch.rand(len(x0), generator=bench.generator, dtype=torch.float64)
+        time = torch.rand(len(x0), generator=bench.generator, dtype=torch.float64, device=bench.device)
         noise, fresh = bench.noise(x0), bench.noise(x0)
         with torch.no_grad():
             before = [bench.losses(x0, t.expand(len(x0)), noise) for t in times]
@@ -126,7 +135,7 @@ def rewards(bench: Bench, probes: int) -> dict[str, tuple[Any, Any]]:
         with torch.no_grad():
             after = {name: [bench.losses(x0, t.expand(len(x0)), n) for t in times] for name, n in (("released", fresh), ("paper", noise))}
         for name, losses in after.items():
-            found[name].append(sum(c * (b - a) for c, b, a in zip(bits, before, losses, strict=True)).numpy())  # type: ignore[union-attr]
+            found[name].append(sum(c * (b - a) for c, b, a in zip(bits, before, losses, strict=True)).cpu().numpy())  # type: ignore[union-attr]
         bins.append(bin_of(time))
         bench.model.load_state_dict(state)
         bench.optimizer.load_state_dict(moments)
@@ -137,7 +146,7 @@ def utilities(bench: Bench, probes: int) -> tuple[Any, Any]:
     """Bins (N,) and first-order utilities (N,)."""
     power, _ = metric(bench.optimizer, list(bench.model.parameters()))
     found = [utility(bench.probe(), nc.Constant(), TARGETS["simple"](), power, number=number) for number in range(probes)]
-    return np.concatenate([bin_of(time) for time, _ in found]), np.concatenate([u.numpy() for _, u in found])
+    return np.concatenate([bin_of(time) for time, _ in found]), np.concatenate([u.cpu().numpy() for _, u in found])
 
 
 def truth(bench: Bench, samples: int) -> Any:
@@ -145,7 +154,7 @@ def truth(bench: Bench, samples: int) -> Any:
     parameters = list(bench.model.parameters())
     power, _ = metric(bench.optimizer, parameters)
     x0 = torch.cat([bench.images() for _ in range(samples // bench.batch)])
-    noise, time = bench.noise(x0), evenly(len(x0))[torch.randperm(len(x0), generator=bench.generator)]
+    noise, time = bench.noise(x0), bench.evenly(len(x0))[torch.randperm(len(x0), generator=bench.generator, device=bench.device)]
     kept = [p.detach().clone() for p in parameters]
     size = float(nn.utils.get_total_norm(kept))
 
@@ -155,7 +164,7 @@ def truth(bench: Bench, samples: int) -> Any:
 
     found = []
     for b in range(BINS):
-        step = [g * p for g, p in zip(bench.gradient(evenly(samples, b / BINS, (b + 1) / BINS)), power, strict=True)]
+        step = [g * p for g, p in zip(bench.gradient(bench.evenly(samples, b / BINS, (b + 1) / BINS)), power, strict=True)]
         eta = 1e-3 * size / float(nn.utils.get_total_norm(step))
         ends = []
         for sign in (1, -1):  # central, so that the curvature of the target drops out
@@ -193,13 +202,13 @@ def exact(bench: Bench, samples: int) -> tuple[Any, Any]:
     power, _ = metric(bench.optimizer, parameters)
     norms, losses = np.zeros(BINS), np.zeros(BINS)
     for b in range(BINS):
-        for part in evenly(samples, b / BINS, (b + 1) / BINS).split(bench.batch):
+        for part in bench.evenly(samples, b / BINS, (b + 1) / BINS).split(bench.batch):
             x0 = bench.images()[: len(part)]
             found = bench.losses(x0, part, bench.noise(x0))
             losses[b] += float(found.detach().double().square().sum()) / samples
             for loss in found:
                 gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-                norms[b] += sum(float((p * g.square()).sum()) for p, g in zip(power, gradient, strict=True)) / samples
+                norms[b] += float(sum((p * g.square()).sum() for p, g in zip(power, gradient, strict=True))) / samples
     return np.sqrt(norms), np.sqrt(losses)
 
 
@@ -221,7 +230,9 @@ def against(found: Any, wanted: Any) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     """Measure, print one table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=20, help="before the measurement")
+    parser.add_argument("--run", type=Path, help="folder of a training to take the model from; a small one of digits is trained unless given")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--updates", type=int, default=20, help="before the measurement, of digits")
     parser.add_argument("--probes", type=int, default=6)
     parser.add_argument("--samples", type=int, default=128, help="of each bin, for truths")
     parser.add_argument("--batch", type=int, default=64)
@@ -237,13 +248,14 @@ def main(argv: list[str] | None = None) -> None:
     prices = {"directions": against(priced(bench, args.probes), norms), "losses": against(losses, norms)}
     setup = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "torch": torch.__version__, "noiseclock": nc.__version__,
-        "device": platform.machine(), **{name: value for name, value in vars(args).items() if name != "out"},
+        "machine": torch.cuda.get_device_name() if bench.device.type == "cuda" else platform.machine(), "model": bench.name,
+        **{name: value for name, value in vars(args).items() if name not in ("out", "run")},
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         found = {"setup": setup, "truth": wanted.tolist(), "signals": signals, "exact": norms.tolist(), "prices": prices}
         args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"digits after {args.updates} updates, {args.probes} probes of {args.batch}, {BINS} bins of time")
+    print(f"{bench.name}, {args.probes} probes of {args.batch}, {BINS} bins of time")
     print("signal of a draw        F      R²  rank with the truth")
     for name, row in signals.items():
         print(f"{name:<16}  {row['F']:>7.1f}  {row['R2']:>6.4f}  {row['rank']:>6.2f}")

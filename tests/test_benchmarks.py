@@ -4,12 +4,15 @@ import json
 import math
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
+
+from small_runs import UNET, trained
 
 ROOT = Path(__file__).parents[1] / "benchmarks"
 
@@ -87,3 +90,6 @@ def test_signals_are_described_by_their_bins(tmp_path, capsys):
     assert set(found["signals"]) == {"released", "paper", "utility"}
     assert len(found["truth"]) == len(found["exact"]) == 10
     assert "rank with the truth" in capsys.readouterr().out
+    trained(replace(UNET, updates=2), tmp_path / "run")
+    script["main"](["--run", str(tmp_path / "run"), "--probes", "4", "--samples", "8", "--batch", "32"])
+    assert "run after 2 updates, 4 probes of 32" in capsys.readouterr().out
