@@ -1,4 +1,4 @@
-"""The command line: `noiseclock train | sample | evaluate | export | compare | report | analyze | watch | recipes | doctor`.
+"""The command line: `noiseclock train | sample | embed | evaluate | export | compare | report | analyze | watch | recipes | doctor`.
 
 Exit status: 0 for success, 2 for a mistake of the user's, 1 for a run that could not go on, 130 after Ctrl-C and 143 after SIGTERM. Imports are
 inside the commands: help should not wait for diffusers.
@@ -32,6 +32,7 @@ USAGE = """noiseclock: which noise level a diffusion model trains on next, and w
   noiseclock recipes                     the set-ups there are
   noiseclock train RECIPE [options]      train one of them; run it again to go on
   noiseclock sample FOLDER [options]     pictures from a training
+  noiseclock embed PICTURES [options]    captions of pictures, embedded by a text encoder, to train on
   noiseclock evaluate FOLDER [options]   FID or Fréchet distance, KID, precision, recall, bits per dimension, loss by noise level
   noiseclock export FOLDER OUT           a folder that diffusers' DiffusionPipeline.from_pretrained loads
   noiseclock watch FOLDER                follow a training in a browser
@@ -75,6 +76,10 @@ class Sample:
     """.png for a grid, .npz for an array, else a folder of PNG files"""
     count: int = 64
     """how many"""
+    prompt: tuple[str, ...] = ()
+    """captions to make pictures of, in turn; those of held-out images unless given"""
+    encoder: str = ""
+    """folder of the text encoder, for a prompt"""
     solver: str | None = None
     """ddpm, ddim (or euler), heun or dpm++; the recipe's unless given"""
     steps: int | None = None
@@ -87,6 +92,23 @@ class Sample:
     """pictures at a time"""
     step: int | None = None
     """of the checkpoint; the newest unless given"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Embed the captions of a folder of pictures, which captions.jsonl in it holds; train on them with --data captions:OUT --conditional."""
+
+    pictures: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PICTURES", help="folder of pictures, with captions.jsonl in it")]
+    encoder: str
+    """folder of a CLIP text model or a T5 encoder, with its tokenizer"""
+    out: str
+    """folder to be written"""
+    length: int | None = None
+    """tokens of a caption; the encoder's own unless given"""
+    batch: int = 64
+    """captions at a time"""
     device: str | None = None
     """cpu or cuda; what there is unless given"""
 
@@ -255,13 +277,31 @@ def sample(argv: list[str]) -> int:
     if out.is_dir() and any(out.iterdir()):  # said before, not after hours of sampling
         raise Mistake(f"{out} is a folder with something in it; choose another --out, or empty it first")
     run = opened(options.folder, step=options.step, device=device)
+    if options.encoder and not options.prompt:
+        raise Mistake('--encoder is for a prompt, and there is none; give one as --prompt "a red circle"')
+    from noiseclock.lab.captions import prompted
+
+    prompts = prompted(run.net, options.prompt, options.encoder, device=device) if options.prompt else None
     with _bar("sampling", options.count * (options.steps or run.recipe.solver_steps)) as progress:
         images = sampled(
             run.net, run.recipe, run.clock, run.data, options.count, seed=options.seed, guidance=options.guidance, solver=options.solver,
-            steps=options.steps, batch=options.batch, device=device, progress=progress,
+            steps=options.steps, batch=options.batch, device=device, progress=progress, prompts=prompts,
         )  # fmt: skip
     pictures.save(images, options.out)
     console.print(f"{options.out}: {options.count:,} samples of {options.folder} at update {run.step:,}")
+    return 0
+
+
+def embed(argv: list[str]) -> int:
+    """`noiseclock embed`."""
+    options = _parsed(Embed, argv, "noiseclock embed")
+    from noiseclock.lab.captions import CAPTIONS, embed as write, read_captions
+
+    device = _check_device(options.device)
+    with _bar("embedding", len(read_captions(Path(options.pictures).expanduser() / CAPTIONS))) as progress:
+        count = write(options.pictures, options.encoder, options.out, length=options.length, batch=options.batch, device=device, progress=progress)
+    console.print(f"{options.out}: {count:,} embedded captions of {options.pictures}")
+    console.print(f"next: noiseclock train RECIPE --data captions:{options.out} --conditional --model uvit")
     return 0
 
 
@@ -331,6 +371,7 @@ class Nothing:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "sample": sample,
+    "embed": embed,
     "evaluate": evaluate,
     "export": export,
     "recipes": recipes,

@@ -20,20 +20,23 @@ WORTH_COMPILING = 200_000  # steps of single pictures
 
 def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
     """The network of a recipe, for its data."""
-    if recipe.conditional and data.classes is None:
+    if recipe.conditional and data.classes is None and data.texts is None:
         raise Mistake(f"{data.name} has no classes, so a model of it cannot be conditional")
+    empty = data.texts.empty if recipe.conditional and data.texts is not None else None
     return build(
         recipe.model, data.shape, classes=data.classes if recipe.conditional else None, channels=recipe.channels, multipliers=recipe.multipliers,
         blocks=recipe.blocks, attention=recipe.attention, head_channels=recipe.head_channels, patch=recipe.patch, dropout=recipe.dropout,
-        time_scale=time_scale(clock.schedule),
+        time_scale=time_scale(clock.schedule), empty=empty,
     )  # fmt: skip
 
 
 def sampled(
     net: Any, recipe: Recipe, clock: Clock, data: Images | Files, n: int, *, seed: int = 0, guidance: float = 1.0,
     solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
+    prompts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn.
+    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn, of the embedded
+    `prompts` (m, L, D) in turn, or of the captions of held-out images.
 
     On a GPU every batch has the same size, `batch` at most, because a graph belongs to one; the network is compiled where the recipe says so and
     there are enough steps to pay for the minute that it takes.
@@ -47,6 +50,8 @@ def sampled(
         n = count * batch
         predict = CapturedForward(torch.compile(net, dynamic=False) if recipe.compile and n * steps >= WORTH_COMPILING else net)  # type: ignore[arg-type]
     labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
+    if recipe.conditional and data.texts is not None:
+        labels = data.texts.held_out(n) if prompts is None else prompts[torch.arange(n) % len(prompts)]
     null = net.null if labels is not None else None
     # without a cache: a captured graph would read casts that are gone
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):

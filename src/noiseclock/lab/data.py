@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from noiseclock.lab.captions import Captioned, Texts
 from noiseclock.lab.classics import CLASSICS
 from noiseclock.lab.errors import Failure, Mistake, choose
-from noiseclock.lab.order import Order, flips
+from noiseclock.lab.order import Order, flips, uniforms
 from noiseclock.lab.sources import SPLITS, Folder, Hub, Source, Unreadable
 
 IN_MEMORY = 2**30  # bytes of pixels; a larger set stays on disk
@@ -36,6 +37,7 @@ class Images:
     """Images in memory.
 
     pixels: uint8 (N, C, H, W). labels: int64 (N,) or None. classes: how many there are, or None. skipped: files that could not be read.
+    texts: embedded captions, of the images that the labels name, or None.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Images:
     labels: Tensor | None = None
     classes: int | None = None
     skipped: int = 0
+    texts: Texts | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -71,6 +74,7 @@ class Files(Dataset[Tensor]):
     def __init__(self, name: str, source: Source, shape: tuple[int, int, int]) -> None:
         self.name, self.source, self.shape = name, source, shape
         self.labels, self.classes = source.labels, source.classes
+        self.texts = texts_of(source)
         self._broken: set[int] = set()
 
     @property
@@ -117,20 +121,23 @@ class Files(Dataset[Tensor]):
 def load(name: str, *, split: str = "train", size: int | None = None) -> Images | Files:
     """The images of a split, "train" or "test".
 
-    name: digits, mnist, cifar10, folder:PATH (images, perhaps in folders by class) or hf:NAME_OR_PATH (a Hugging Face dataset, which may have
-    other splits). size: folder and hf images are cropped to the centre and resized to a square of it; else to the size of the first in "train".
+    name: digits, mnist, cifar10, folder:PATH (images, perhaps in folders by class), hf:NAME_OR_PATH (a Hugging Face dataset, which may have
+    other splits) or captions:PATH (images with embedded captions, see lab/captions.py). size: of these three, images
+    are cropped to the centre and resized to a square of it; else to the size of the first in "train".
     """
     kind, colon, place = name.partition(":")
-    if colon and kind in ("folder", "hf"):
+    if colon and kind in ("folder", "hf", "captions"):
         if not place:
             raise Mistake(f"{name!r} lacks a path; say {kind}:PATH")
         if size is not None and size < 1:
             raise Mistake(f"size must be at least 1, got {size}")
+        if kind == "captions":
+            return gather(f"{name} {split}", Captioned(Path(place).expanduser(), split), size)
         source = Folder(Path(place).expanduser(), split) if kind == "folder" else Hub(place, split)
         return gather(f"{name} {split}", source, size)
     if name and name not in CLASSICS and Path(name).expanduser().is_dir():
         raise Mistake(f"{name!r} is a folder; say folder:{name}")
-    choose("data", name, [*CLASSICS, "folder:PATH", "hf:NAME_OR_PATH"])
+    choose("data", name, [*CLASSICS, "folder:PATH", "hf:NAME_OR_PATH", "captions:PATH"])
     pixels, labels = CLASSICS[name](choose("split", split, SPLITS))
     if size not in (None, pixels.shape[-1]):
         raise Mistake(f"{name} has images of size {pixels.shape[-1]}, got size={size}; leave it out")
@@ -158,12 +165,18 @@ def gather(name: str, source: Source, size: int | None) -> Images | Files:
         reasons = list(pool.map(decode, range(len(source))))
     broken = [reason for reason in reasons if reason is not None]
     if not broken:
-        return Images(name, pixels, source.labels, source.classes)
+        return Images(name, pixels, source.labels, source.classes, texts=texts_of(source))
     good = torch.tensor([reason is None for reason in reasons])
     if not good.any():
         raise nothing_readable(name, len(source), broken[0])
     warnings.warn(f"{name}: skipped {len(broken)} of {len(source)} images that cannot be read, the first is {broken[0]}", stacklevel=3)
-    return Images(name, pixels[good], None if source.labels is None else source.labels[good], source.classes, skipped=len(broken))
+    labels = None if source.labels is None else source.labels[good]
+    return Images(name, pixels[good], labels, source.classes, len(broken), texts_of(source))
+
+
+def texts_of(source: Source) -> Texts | None:
+    """The embedded captions of a source that has them."""
+    return source.texts if isinstance(source, Captioned) else None
 
 
 def first_shape(name: str, source: Source) -> tuple[int, int, int]:
@@ -196,10 +209,11 @@ def batches(
     flip: bool = False,
     workers: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Endless batches on `device`: images (batch, C, H, W), float32 in [-1, 1], and labels (batch,) or None.
+    """Endless batches on `device`: images (batch, C, H, W), float32 in [-1, 1], and labels (batch,), captions (batch, L, D) or None.
 
     Batch k of a rank holds the places (k·world_size + rank)·batch onwards of the order that `seed` gives. start: the first k, that is, how many
-    batches this rank has had. flip: mirror half of the images, by seed and place. workers: processes that read `Files`, up to 4 unless given.
+    batches this rank has had. flip: mirror half of the images, by seed and place, which also choose one of an image's captions.
+    workers: processes that read `Files`, up to 4 unless given.
     """
     for label, value, least in (("batch", batch, 1), ("start", start, 0), ("world_size", world_size, 1), ("workers", workers or 0, 0)):
         if value < least:
@@ -220,19 +234,20 @@ def _stream(
         if flip:
             mirrored = flips(seed, first, batch).to(device, non_blocking=True)
             pixels = torch.where(mirrored[:, None, None, None], pixels.flip(-1), pixels)
-        yield scaled(pixels), labels
+        if data.texts is not None and labels is not None:
+            labels = data.texts.drawn(labels, uniforms(seed, "captions", first, batch))
+        yield scaled(pixels), None if labels is None else labels.to(device, non_blocking=True)
 
 
 def from_memory(data: Images, indices: Iterable[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Pixels and labels on the device, which holds all of them."""
-    pixels, labels = data.pixels.to(device), None if data.labels is None else data.labels.to(device)
+    """Pixels on the device, which holds all of them, and labels."""
+    pixels = data.pixels.to(device)
     for index in indices:
-        index = index.to(device, non_blocking=True)
-        yield pixels[index], None if labels is None else labels[index]
+        yield pixels[index.to(device, non_blocking=True)], None if data.labels is None else data.labels[index]
 
 
 def from_disk(data: Files, indices: Iterable[Tensor], device: torch.device, workers: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Pixels and labels on the device, read ahead by worker processes."""
+    """Pixels on the device, read ahead by worker processes, and labels."""
     loader: DataLoader[Tensor] = DataLoader(
         data,
         batch_sampler=(index.tolist() for index in indices),  # it never ends, and so needs no length
@@ -243,8 +258,7 @@ def from_disk(data: Files, indices: Iterable[Tensor], device: torch.device, work
     )
     for read in loader:
         data.counted(read)
-        labels = None if data.labels is None else data.labels[read.indices].to(device, non_blocking=True)
-        yield read.pixels.to(device, non_blocking=True), labels
+        yield read.pixels.to(device, non_blocking=True), None if data.labels is None else data.labels[read.indices]
 
 
 def as_it_is(read: Any) -> Any:
@@ -258,13 +272,17 @@ def scaled(pixels: Tensor) -> Tensor:
 
 
 def head(data: Images | Files, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
-    """The first n images (n, C, H, W), or as many as there are, scaled to [-1, 1], and their labels (n,) or None: a fixed batch of held-out data."""
+    """The first n images (n, C, H, W), or as many as there are, scaled to [-1, 1], and their labels (n,), first captions (n, L, D) or
+    None: a fixed batch of held-out data."""
     n = min(n, len(data))
     if isinstance(data, Images):
         pixels, index = data.pixels[:n], torch.arange(n)
     else:
         pixels, index, _ = data.counted(data.read(range(n)))
-    return scaled(pixels.to(device)), None if data.labels is None else data.labels[index].to(device)
+    labels = None if data.labels is None else data.labels[index]
+    if data.texts is not None and labels is not None:
+        labels = data.texts.drawn(labels, torch.zeros(n))
+    return scaled(pixels.to(device)), None if labels is None else labels.to(device)
 
 
 def cpus() -> int:

@@ -47,16 +47,16 @@ def generate(
     batch: int = 256,
     labels: Tensor | None = None,
     guidance: float = 1.0,
-    null: int | None = None,
+    null: int | Tensor | None = None,
     device: str | torch.device = "cpu",
     variance: str = "fixed-large",
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
     """n pictures, uint8 (n, *shape) on the CPU.
 
-    predict: the model in evaluation mode, as predict(x_t, t), or with labels as predict(x_t, t, labels). labels: (n,). guidance: g moves the
-    prediction to the g-fold of its distance from that for the label `null`; 1 leaves it as it is. variance: for "ddpm" alone. progress: told
-    after every step how many steps of single pictures are done, of n·steps.
+    predict: the model in evaluation mode, as predict(x_t, t), or with labels as predict(x_t, t, labels). labels: (n,), or captions
+    (n, L, D). guidance: g moves the prediction to the g-fold of its distance from that for the label or caption `null`; 1 leaves it as it is.
+    variance: for "ddpm" alone. progress: told after every step how many steps of single pictures are done, of n·steps.
 
     Picture i depends on (seed, i) alone, not on the batch or the device, but for rounding. Every predicted x0 is clipped to [-1, 1].
     """
@@ -204,11 +204,14 @@ def noise_of(seed: int, members: range, shape: tuple[int, ...], device: str | to
     return draw
 
 
-def _denoiser(predict: Predict, schedule: Schedule, objective: Objective, labels: Tensor | None, guidance: float, null: int | None) -> Denoise:
+def _denoiser(
+    predict: Predict, schedule: Schedule, objective: Objective, labels: Tensor | None, guidance: float, null: int | Tensor | None
+) -> Denoise:
     """From a model's prediction to x0, with classifier-free guidance in one batch of twice the size."""
     copies = 1
     if guidance != 1 and labels is not None and null is not None:
-        copies, labels = 2, torch.cat([labels, torch.full_like(labels, null)])
+        without_any = torch.as_tensor(null, dtype=labels.dtype, device=labels.device).expand_as(labels)
+        copies, labels = 2, torch.cat([labels, without_any])
 
     @torch.no_grad()
     def denoise(x: Tensor, time: Tensor) -> Tensor:
@@ -224,12 +227,12 @@ def _denoiser(predict: Predict, schedule: Schedule, objective: Objective, labels
     return denoise
 
 
-def _check(schedule: Schedule, objective: Objective, n: int, batch: int, labels: Tensor | None, guidance: float, null: int | None) -> None:
+def _check(schedule: Schedule, objective: Objective, n: int, batch: int, labels: Tensor | None, guidance: float, null: int | Tensor | None) -> None:
     if n < 1 or batch < 1:
         raise Mistake(f"at least one picture must be asked for, in batches of at least one, got {n=} and {batch=}")
-    if labels is not None and labels.shape != (n,):
+    if labels is not None and (labels.ndim not in (1, 3) or len(labels) != n):
         raise Mistake(f"labels must be one for each of the {n} pictures, got shape {tuple(labels.shape)}")
     if guidance != 1 and (labels is None or null is None):
-        raise Mistake(f"guidance={guidance:g} needs a model with classes: labels for the pictures and the label that stands for none")
+        raise Mistake(f"guidance={guidance:g} needs a conditional model: labels for the pictures and the label that stands for none")
     if isinstance(objective, Eps) and float(schedule(1.0)[0]) == 0:
         raise Mistake("this schedule ends in pure noise, from which a prediction of the noise cannot lead back; train with objective v or x0")

@@ -28,15 +28,15 @@ class Recipe:
 
     # --- what is learned ---
     data: str = "digits"
-    """digits, mnist, cifar10, folder:PATH or hf:NAME_OR_PATH"""
+    """digits, mnist, cifar10, folder:PATH, hf:NAME_OR_PATH or captions:PATH"""
     size: int | None = None
-    """side to which folder and hf images are cropped and resized"""
+    """side to which folder, hf and captions images are cropped and resized"""
     flip: bool = False
     """mirror half of the images"""
     conditional: bool = False
-    """tell the model the class"""
+    """tell the model the class or the caption"""
     drop_labels: float = 0.1
-    """share of labels withheld, for classifier-free guidance"""
+    """share of labels or captions withheld, for classifier-free guidance"""
     # --- the network ---
     model: str = "unet"
     """unet, adm, dit or uvit"""

@@ -35,6 +35,7 @@ from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
+from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
 from noiseclock.lab.data import Files, Images, batches, head, load
 from noiseclock.lab.ema import EMA
@@ -209,6 +210,7 @@ class Run:
         }
 
     def _load(self, state: dict[str, Any]) -> None:
+        refuse_other_encoder(self.net, state["model"])
         parameters = dict(self.net.state_dict())
         with torch.no_grad():
             for name, value in state["model"].items():
@@ -365,14 +367,15 @@ class Run:
         return seen or self._logged(step) or step == recipe.updates
 
     def _condition(self, labels: Tensor | None, micro: int) -> Tensor | None:
-        """(B,) the labels that the model is told, some replaced by the one for none."""
+        """(B,) the labels, or (B, L, D) the captions, that the model is told, some replaced by the one for none."""
         if not self.recipe.conditional:
             return None
         assert labels is not None
         size = len(labels)
         first = ((self.step * self.recipe.accumulate + micro) * self.world + self.rank) * size
         dropped = uniforms(self.recipe.seed, "labels", first, size) < self.recipe.drop_labels
-        return torch.where(dropped.to(labels.device), self.net.null, labels)
+        dropped = dropped.to(labels.device).reshape(size, *[1] * (labels.ndim - 1))
+        return torch.where(dropped, self.net.null, labels)
 
     def _clipped(self) -> float:
         """The norm of the gradient, before it is clipped."""

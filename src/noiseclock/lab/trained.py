@@ -15,6 +15,7 @@ from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
+from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.data import Files, Images, load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
@@ -53,6 +54,7 @@ def opened(folder: str | Path, *, step: int | None = None, device: str | torch.d
     clock.load_state_dict(state["ranks"][0]["clock"])
     with torch.random.fork_rng(devices=[]):  # a training that goes on beside this must not notice
         net = network(recipe, data, clock)
+    refuse_other_encoder(net, state["model"])
     net.load_state_dict({**state["model"], **state["ema"]})
     return Trained(recipe, placed(net, device).eval(), clock, data, step, Path(folder))
 

@@ -1,6 +1,7 @@
 """The networks: `build` makes a U-Net, a DiT or a U-ViT, called as model(x, t, labels) -> (B, C, H, W).
 
-All keep one embedding more than there are classes: label `model.null` stands for "no class", for classifier-free guidance.
+All keep one embedding more than there are classes: label `model.null` stands for "no class", for classifier-free guidance. A U-ViT can be told
+captions (B, L, D) in the place of labels; `model.null` is then the empty one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.lab.errors import Mistake
@@ -47,6 +48,7 @@ def build(
     patch: int = 2,
     dropout: float = 0.0,
     time_scale: float = 1.0,
+    empty: Tensor | None = None,
 ) -> UNet | DiT | UViT:
     """A network for data of `shape` (C, H, W).
 
@@ -54,7 +56,7 @@ def build(
     first level. blocks: residual blocks of each of a U-Net's levels, or the depth of a DiT or U-ViT. head_channels: of one attention head; 0 makes
     one head of all of them. dropout: its probability. time_scale: what t is multiplied with before it is embedded; take `time_scale(schedule)`.
     U-Nets alone read `multipliers`, each level's width by the first, and `attention`, the heights at which they attend; the others alone read
-    `patch`, the side of their patches.
+    `patch`, the side of their patches. empty: the embedded empty caption (L, D), of a U-ViT that is told captions.
 
     >>> model = build("unet", (1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, attention=(4,))
     >>> model(torch.zeros(5, 1, 8, 8), torch.arange(5)).shape
@@ -66,12 +68,15 @@ def build(
         raise Mistake(f"classes must be at least 1, or None for data without labels, got {classes}")
     if blocks < 1 or not 0 <= dropout < 1:
         raise Mistake(f"a model needs at least one block and a dropout in [0, 1), got {blocks=} and {dropout=}")
+    if empty is not None and (kind != "uvit" or classes is not None):
+        raise Mistake(f"captions are read by a U-ViT without classes alone, got {kind!r} and {classes=}; take model uvit")
     if kind in ("unet", "adm"):
         levels = tuple(multipliers), blocks, tuple(attention)
         return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm")
-    if kind in ("dit", "uvit"):
-        make = DiT if kind == "dit" else UViT
-        return make(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale)
+    if kind == "dit":
+        return DiT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale)
+    if kind == "uvit":
+        return UViT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, empty)
     raise Mistake(f"unknown kind of model {kind!r}; known: adm, dit, unet, uvit")
 
 

@@ -1,11 +1,13 @@
 """U-ViT (Bao et al., 2209.12152, "All are Worth Words"), for pixels or latents.
 
-The time, the class and the patches of the picture are tokens like each other, and the first half of the blocks reaches the second through long
-skip connections, as in a U-Net. Written from the paper: its defaults are no bias in queries, keys and values, the sines and cosines of the time as
-they are, and a 3×3 convolution at the end. (diffusers' `UVit2DModel` is another network, of a text-to-image model.)
+The time, the class or caption and the patches of the picture are tokens like each other, and the first half of the blocks reaches the second through
+long skip connections, as in a U-Net. Written from the paper: its defaults are no bias in queries, keys and values, the sines and cosines of the time
+as they are, and a 3×3 convolution at the end. (diffusers' `UVit2DModel` is another network, of a text-to-image model.)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from diffusers.models.embeddings import Timesteps
@@ -17,10 +19,13 @@ from noiseclock.lab.models.patches import assembled, grid, heads
 
 
 class UViT(nn.Module):
-    """x (B, C, H, W), t (B,), labels (B,) -> (B, C, H, W).
+    """x (B, C, H, W), t (B,), labels (B,) or captions (B, L, D) -> (B, C, H, W).
 
     blocks: the depth, half of it on either side of one block in the middle. The H of the released code has depth 28; these are the 29 layers of the
     paper's Table 1, and 29 builds the same network.
+
+    empty: (L, D), the caption that stands for none, for a model of captions. Their tokens, one linear layer away, come before those of the picture,
+    as the paper has it for MS-COCO. A token of zeros is none: nothing attends to it. (The paper's model sees what the encoder makes of the filling.)
     """
 
     def __init__(
@@ -33,6 +38,7 @@ class UViT(nn.Module):
         patch: int,
         dropout: float,
         time_scale: float,
+        empty: Tensor | None = None,
     ) -> None:
         super().__init__()
         if channels < 2 or channels % 2:
@@ -40,13 +46,14 @@ class UViT(nn.Module):
         colours, half = shape[0], blocks // 2
         rows, columns = grid(shape, patch)
         size = channels, heads(channels, head_channels), dropout
-        self.null = classes
+        self.null: Any = classes if empty is None else nn.Buffer(empty)
         self.time_scale = time_scale
         self.patch = patch
         self.tokens = nn.Conv2d(colours, channels, patch, patch)
         self.time = Timesteps(channels, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.label = None if classes is None else nn.Embedding(classes + 1, channels)
-        self.before = 1 if classes is None else 2  # tokens before those of the picture
+        self.text = None if empty is None else nn.Linear(empty.shape[1], channels)
+        self.before = 1 + (classes is not None) + (0 if empty is None else len(empty))  # tokens before those of the picture
         self.positions = nn.Parameter(torch.empty(self.before + rows * columns, channels))
         self.first = nn.ModuleList(Block(*size) for _ in range(half))
         self.middle = nn.ModuleList([Block(*size)])  # a list, so that sharding finds it as it does the others
@@ -58,23 +65,28 @@ class UViT(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         """What the network predicts; without labels, for no class in particular."""
-        if self.label is None and labels is not None:
+        if self.null is None and labels is not None:
             raise Mistake("this U-ViT knows no classes: leave the labels out, or build it with classes=...")
         if self.null is not None and labels is None:
-            labels = torch.full((len(x),), self.null, device=x.device)
+            labels = torch.full((len(x),), self.null, device=x.device) if self.text is None else self.null.expand(len(x), -1, -1)
         patches = self.tokens(x)  # (B, D, H/p, W/p)
         tokens = [self.time(t * self.time_scale).to(x.dtype)[:, None], patches.flatten(2).mT]
         if self.label is not None:
             tokens.insert(1, self.label(labels)[:, None])
+        seen = None
+        if self.text is not None and labels is not None:
+            tokens.insert(1, self.text(labels.to(x.dtype)))
+            words = labels.any(2)  # (B, L)
+            seen = torch.cat([words.new_ones(len(x), 1), words, words.new_ones(len(x), tokens[2].shape[1])], 1)[:, None, None]
         h = torch.cat(tokens, 1) + self.positions  # (B, before + N, D)
         kept = []
         for block in self.first:
-            h = block(h)
+            h = block(h, seen)
             kept.append(h)
         for block in self.middle:
-            h = block(h)
+            h = block(h, seen)
         for block in self.second:
-            h = block(h, kept.pop())
+            h = block(h, seen, kept.pop())
         h = self.out(self.norm(h)[:, self.before :])
         out: Tensor = self.smooth(assembled(h, patches.shape[2:], self.patch))
         return out
@@ -90,7 +102,10 @@ class UViT(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block, norms first: h (B, N, D) -> (B, N, D). joins: it reads an earlier block's output too."""
+    """A transformer block, norms first: h (B, N, D) -> (B, N, D). joins: it reads an earlier block's output too.
+
+    seen: bool (B, 1, 1, N), the tokens that are attended to; all unless given.
+    """
 
     def __init__(self, channels: int, heads: int, dropout: float, joins: bool = False) -> None:
         super().__init__()
@@ -102,11 +117,11 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * channels, channels))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, h: Tensor, earlier: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, seen: Tensor | None = None, earlier: Tensor | None = None) -> Tensor:
         """One block further."""
         if self.join is not None and earlier is not None:
             h = self.join(torch.cat([h, earlier], 2))
         q, k, v = self.qkv(self.norm1(h)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, N, D/heads)
-        h = h + self.dropout(self.mix(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        h = h + self.dropout(self.mix(functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)))
         out: Tensor = h + self.mlp(self.norm2(h))
         return out

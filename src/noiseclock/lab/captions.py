@@ -1,0 +1,278 @@
+"""Captions of a folder of pictures, embedded once, and read back while a model trains.
+
+    embed("pictures", "encoders/clip", "pictures-clip")        what `noiseclock embed` does
+    data = load("captions:pictures-clip")                      pictures, and data.texts with their embedded captions
+
+Beside the pictures lies captions.jsonl, a line for each: {"file": "train/1.jpg", "caption": "a red circle"}, where the caption may be a list, and a
+file may have several lines. The embedded set is a folder of
+
+    index.json              the encoder, L and D, where the pictures are, the checksum of each file
+    captions.jsonl          a line for each row of the embeddings
+    empty.safetensors       the empty caption: what a model is told where the caption is withheld
+    00000.safetensors ...   `tokens` float16 (n, L, D) and `mask` bool (n, L) of up to `SHARD` captions
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from noiseclock.lab.encoder import Embedded, Encoder
+from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.folder import write_json
+from noiseclock.lab.sources import Folder
+
+CAPTIONS, INDEX, EMPTY = "captions.jsonl", "index.json", "empty.safetensors"
+SHARD = 8192  # captions of one file: 1 GB of CLIP ViT-L/14's
+SAME = 0.02  # by which two devices may differ in an embedding of order one
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------------------------
+
+
+def read_captions(file: Path) -> list[tuple[str, str]]:
+    """(picture, caption) of every line, pictures as paths relative to the file's folder."""
+    if not file.is_file():
+        raise Mistake(f'there is no {file}; write one, with a line {{"file": "1.png", "caption": "a red circle"}} for each picture')
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            captions = [row["caption"]] if isinstance(row["caption"], str) else row["caption"]
+            if not isinstance(row["file"], str) or not captions or not all(isinstance(caption, str) for caption in captions):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise Mistake(f'line {number} of {file} should read {{"file": "1.png", "caption": "a red circle"}}, or with a list of captions') from None
+        found += [(Path(row["file"]).as_posix(), caption) for caption in captions]
+    if not found:
+        raise Mistake(f"{file} is empty; it should have a line for each picture")
+    return found
+
+
+def embed(
+    pictures: str | Path,
+    encoder: str | Path,
+    out: str | Path,
+    *,
+    length: int | None = None,
+    batch: int = 64,
+    device: str | torch.device = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Write the embedded captions of a folder of pictures into the new folder `out`; returns how many there are.
+
+    length: tokens of a caption; the encoder's own unless given. progress: told how many are done.
+    """
+    pictures, out = Path(pictures).expanduser(), Path(out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Mistake(f"{out} is there already; choose another folder, or remove it first")
+    if batch < 1:
+        raise Mistake(f"batch must be at least 1, got {batch}")
+    rows = read_captions(pictures / CAPTIONS)
+    if absent := sorted({file for file, _ in rows if not (pictures / file).is_file()}):
+        raise Mistake(f"{pictures / CAPTIONS} names {len(absent)} files that are not there, the first is {absent[0]}")
+    encode = Encoder(encoder, length=length, device=device)
+    files, done = {}, 0
+    unfinished = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        files[EMPTY] = _write(unfinished / EMPTY, encode([""]))
+        for start in range(0, len(rows), SHARD):
+            parts = []
+            for first in range(start, min(start + SHARD, len(rows)), batch):
+                parts.append(encode([caption for _, caption in rows[first : min(first + batch, start + SHARD)]]))
+                done += len(parts[-1].mask)
+                if progress is not None:
+                    progress(done)
+            name = f"{start // SHARD:05d}.safetensors"
+            files[name] = _write(unfinished / name, Embedded(torch.cat([p.tokens for p in parts]), torch.cat([p.mask for p in parts])))
+        lines = [json.dumps({"file": file, "caption": caption}, ensure_ascii=False) for file, caption in rows]
+        (unfinished / CAPTIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        files[CAPTIONS] = _digest(unfinished / CAPTIONS)
+        # relative: the two folders may be moved together
+        place = os.path.relpath(pictures.resolve(), out.resolve())
+        index = {"encoder": encode.name, "length": encode.length, "width": parts[-1].tokens.shape[2], "captions": len(rows), "shard": SHARD}
+        write_json(unfinished / INDEX, {**index, "pictures": place, "sha256": files})
+        if out.exists():
+            out.rmdir()
+        unfinished.replace(out)
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"could not write {out}: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return len(rows)
+
+
+def _write(path: Path, embedded: Embedded) -> str:
+    save_file({"tokens": embedded.tokens.contiguous(), "mask": embedded.mask.contiguous()}, path)
+    return _digest(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------------------------
+
+
+class EmbeddedSet:
+    """The folder that `embed` wrote. Each of its files is checked when it is first used, and embeddings stay on the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = folder / INDEX
+        if not file.is_file():
+            raise Mistake(f"{folder} holds no embedded captions; make them with noiseclock embed PICTURES --encoder FOLDER --out {folder}")
+        try:
+            index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            self.shard, self.length, self.width = (int(index[name]) for name in ("shard", "length", "width"))
+            self.count, self._digests = int(index["captions"]), dict(index["sha256"])
+            self.pictures = Path(os.path.normpath(folder.resolve() / index["pictures"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise Mistake(f"{file} is damaged; embed the captions anew") from error
+        if not self.pictures.is_dir():
+            raise Mistake(f"{file} says that the pictures are in {self.pictures}, and there is no such folder; put them there, or embed anew")
+        self._open: dict[str, Embedded] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a worker process maps the files itself
+
+    @cached_property
+    def rows(self) -> list[tuple[str, str]]:
+        """(picture, caption) of each row."""
+        found = read_captions(self._checked(CAPTIONS))
+        if len(found) != self.count:
+            raise Mistake(f"{self.folder / CAPTIONS} is damaged; embed the captions anew")
+        return found
+
+    @cached_property
+    def empty(self) -> Tensor:
+        """(L, D) float16: the empty caption."""
+        return self._tensors(EMPTY).seen()[0]
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """(n, L, D) float16: the captions of these rows (n,), zero behind the end of each."""
+        out = torch.empty((len(rows), self.length, self.width), dtype=torch.float16)
+        shards = rows // self.shard
+        for shard in sorted(set(shards.tolist())):
+            mine, of = shards == shard, self._tensors(f"{shard:05d}.safetensors")
+            places = rows[mine] % self.shard
+            out[mine] = Embedded(of.tokens[places], of.mask[places]).seen()
+        return out
+
+    def _tensors(self, name: str) -> Embedded:
+        """What a file holds, mapped into memory."""
+        if name not in self._open:
+            with safe_open(self._checked(name), "pt") as file:
+                self._open[name] = Embedded(file.get_tensor("tokens"), file.get_tensor("mask"))
+        return self._open[name]
+
+    def _checked(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_file() or _digest(path) != self._digests.get(name):
+            raise Mistake(f"{path} is missing or damaged, as its checksum says; embed the captions anew")
+        return path
+
+
+class Texts:
+    """The embedded captions of the images of one split, in its order.
+
+    first, count: int64 (N,), the row of an image's first caption and how many follow each other. examples: int64 (M,), the rows of the first
+    captions of the held-out images, which samples are made of.
+    """
+
+    def __init__(self, embedded: EmbeddedSet, order: Tensor, first: Tensor, count: Tensor, examples: Tensor) -> None:
+        self._embedded, self._order, self._first, self._count, self._examples = embedded, order, first, count, examples
+
+    @property
+    def empty(self) -> Tensor:
+        """(L, D) float16: the empty caption, which a model is told where the caption is withheld."""
+        return self._embedded.empty
+
+    def drawn(self, images: Tensor, uniforms: Tensor) -> Tensor:
+        """(n, L, D) float16: for each of the images (n,) one of its captions, chosen by uniforms (n,) in [0, 1)."""
+        place = (uniforms * self._count[images]).long().minimum(self._count[images] - 1)
+        return self._embedded[self._order[self._first[images] + place]]
+
+    def held_out(self, n: int) -> Tensor:
+        """(n, L, D) float16: captions of held-out images, in turn."""
+        return self._embedded[self._examples[torch.arange(n) % len(self._examples)]]
+
+    def held_out_words(self, n: int) -> list[str]:
+        """The same n captions, to be read."""
+        return [self._embedded.rows[self._examples[i % len(self._examples)]][1] for i in range(n)]
+
+
+class Captioned(Folder):
+    """The pictures of an embedded set as a source of images, whose labels are their numbers, by which `texts` finds their captions."""
+
+    def __init__(self, place: Path, split: str) -> None:
+        embedded = EmbeddedSet(place)
+        super().__init__(embedded.pictures, split)
+        self.place = place
+        names = np.array([os.fsencode(file) for file, _ in embedded.rows])
+        order = np.argsort(names, kind="stable")  # the captions of one picture, in a row
+        sorted_names = names[order]
+
+        def rows(source: Folder) -> tuple[Tensor, Tensor]:
+            below = os.fsencode(source.root.relative_to(source.set))
+            mine = source.files if below == b"." else np.array([below + b"/" + file for file in source.files])
+            first, behind = (np.searchsorted(sorted_names, mine, side) for side in ("left", "right"))
+            if not (first < behind).all():
+                bare = mine[np.flatnonzero(first == behind)]
+                raise Mistake(
+                    f"{len(bare)} pictures of {embedded.pictures} have no caption in {place}, the first is {os.fsdecode(bare[0])}; embed anew"
+                )
+            return torch.from_numpy(first), torch.from_numpy(behind - first)
+
+        held_out, _ = rows(self if split == "test" else Folder(embedded.pictures, "test"))
+        self.labels, self.classes = torch.arange(len(self)), None
+        self.texts = Texts(embedded, torch.from_numpy(order), *rows(self), torch.from_numpy(order)[held_out])
+
+    def training(self) -> Folder:
+        return self if self.split == "train" else Captioned(self.place, "train")
+
+
+# --- what a model is asked for ------------------------------------------------------------------------------------------------------------
+
+
+def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | torch.device = "cpu") -> Tensor:
+    """(n, L, D) float16: prompts as this network was told its captions, by the same encoder."""
+    if not isinstance(net.null, Tensor):
+        raise Mistake("this model was not trained on captions, so it understands no prompt; leave the prompt out")
+    if not encoder:
+        raise Mistake("a prompt needs the text encoder that the captions were embedded with; give its folder as --encoder FOLDER")
+    tokens = Encoder(encoder, length=len(net.null), device=device)(["", *prompts]).seen()
+    if not _alike(tokens[0], net.null):
+        raise Mistake(f"{encoder} is not the encoder that this model's captions were embedded with: its empty caption is another")
+    return tokens[1:]
+
+
+def refuse_other_encoder(net: Any, weights: Mapping[str, Tensor]) -> None:
+    """A mistake where a checkpoint's weights have learned captions that another encoder embedded than those of the data at hand."""
+    if isinstance(net.null, Tensor) and "null" in weights and not _alike(weights["null"], net.null):
+        raise Mistake("the captions have been embedded anew since this training began, by another encoder or length; embed them as they were")
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Are these the empty caption (L, D) of one encoder? Two devices round differently."""
+    if one.shape != other.shape:
+        return False
+    one, other = one.cpu().float(), other.cpu().float()
+    return float((one - other).abs().max()) <= SAME * max(1.0, float(one.abs().max()))
