@@ -1,0 +1,417 @@
+"""Captions: what is embedded and read back, what a model is told of it, and what a training on them gives."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+
+from noiseclock.core.probes import Probe
+from noiseclock.lab import captions, data as lab_data
+from noiseclock.lab.built import network, sampled
+from noiseclock.lab.captions import EmbeddedSet, embed, prompted
+from noiseclock.lab.data import Files, batches, head, load
+from noiseclock.lab.encoder import Encoder
+from noiseclock.lab.errors import Mistake
+from noiseclock.lab.generate import generate, noise_of
+from noiseclock.lab.models import UVIT, build, count
+from noiseclock.lab.trained import opened
+from shapes import KINDS, LENGTH, WORDINGS, judged, write_encoder, write_shapes
+from small_runs import TINY, differing, run_of, said, state_of, trained
+
+WORDS = [wording.format(*kind) for kind in KINDS for wording in WORDINGS]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """pictures, an encoder, and the embedded set of both."""
+    root = tmp_path_factory.mktemp("captions")
+    embed(write_shapes(root / "pictures", 60), write_encoder(root / "encoder"), root / "embedded")
+    return root
+
+
+@pytest.fixture
+def settings(place):
+    return replace(TINY, data=f"captions:{place / 'embedded'}", conditional=True, model="uvit", batch=8, patch=8)
+
+
+def model(length=LENGTH, blocks=2):
+    """A U-ViT that is far from its start, so that every part of it counts."""
+    torch.manual_seed(0)
+    net = build("uvit", (3, 8, 8), channels=32, blocks=blocks, head_channels=16, empty=torch.zeros(length, 16, dtype=torch.float16))
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+# --- embedding ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "make"), [("clip", CLIPTextModel), ("t5", T5EncoderModel), ("both", CLIPTextModel)])
+@torch.no_grad()
+def test_embeddings_are_those_of_transformers(tmp_path, kind, make):
+    folder = write_encoder(tmp_path / "encoder", kind)
+    tokenizer, theirs = AutoTokenizer.from_pretrained(folder), make.from_pretrained(folder).eval()
+    pictures = write_shapes(tmp_path / "pictures", 12)
+    assert embed(pictures, folder, tmp_path / "embedded", batch=5) == 36
+    found = load_file(tmp_path / "embedded" / "00000.safetensors")
+    given = tokenizer(WORDS, padding="max_length", max_length=8, truncation=True, return_tensors="pt")
+    wanted = theirs(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).last_hidden_state
+    assert found["tokens"].dtype == torch.float16
+    assert torch.equal(found["mask"], given["attention_mask"].bool())
+    # float16 keeps 11 bits of numbers up to 4, and sums in batches of another size differ in the last of 24
+    assert (found["tokens"].float() - wanted).abs().max() < 2e-3
+    alone = theirs(
+        **{name: tokenizer([""], padding="max_length", max_length=8, return_tensors="pt")[name] for name in ("input_ids", "attention_mask")}
+    )
+    empty = EmbeddedSet(tmp_path / "embedded").empty
+    assert (empty[:2].float() - alone.last_hidden_state[0, :2]).abs().max() < 2e-3
+    assert not empty[2:].any()
+
+
+def test_the_index_says_what_was_embedded_by_what(place):
+    index = json.loads((place / "embedded" / "index.json").read_text())
+    assert index["encoder"] == "encoder (CLIPTextModel)"
+    assert (index["length"], index["width"], index["captions"], index["pictures"]) == (8, 16, 180, "../pictures")
+    lines = [json.loads(line) for line in (place / "embedded" / "captions.jsonl").read_text().splitlines()]
+    assert lines[:2] == [{"file": "0.png", "caption": "a red circle"}, {"file": "0.png", "caption": "one red circle on black"}]
+
+
+@pytest.mark.parametrize("kind", ["clip", "t5"])
+def test_what_fills_a_caption_up_changes_none_of_its_tokens(tmp_path, kind):
+    folder = write_encoder(tmp_path / "encoder", kind)
+    long, short = (Encoder(folder, length=length)(["a red circle"]).seen() for length in (8, 6))
+    assert (long[:, :5].float() - short[:, :5].float()).abs().max() < 2e-3
+    assert long[:, :5].any(2).all()
+    assert not long[:, 5:].any()
+    assert not short[:, 5:].any()
+
+
+def test_several_files_read_like_one(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(captions, "SHARD", 50)
+    embed(place / "pictures", place / "encoder", tmp_path / "embedded")
+    assert len(list((tmp_path / "embedded").glob("0*.safetensors"))) == 4
+    rows = torch.tensor([179, 0, 49, 50, 149, 150, 0])
+    one, several = EmbeddedSet(place / "embedded")[rows], EmbeddedSet(tmp_path / "embedded")[rows]
+    assert (one.float() - several.float()).abs().max() < 2e-3  # their batches differ in size
+
+
+# --- what is read back --------------------------------------------------------------------------------------------------------------------
+
+
+def told(place) -> dict[bytes, str]:
+    """Every caption by its embedding, as it is told."""
+    embedded = EmbeddedSet(place / "embedded")
+    return {row.numpy().tobytes(): words for row, (_, words) in zip(embedded[torch.arange(180)], embedded.rows, strict=True)}
+
+
+def test_every_picture_comes_with_a_caption_of_its_own(place):
+    words, seen = told(place), []
+    stream = batches(load(f"captions:{place / 'embedded'}"), 50, seed=0)
+    for _ in range(6):
+        x0, text = next(stream)
+        assert text.shape == (50, 8, 16)
+        mine = [words[row.numpy().tobytes()] for row in text]
+        shown = judged(((x0 + 1) * 127.5).round().byte())
+        seen += [next(i for i, wording in enumerate(WORDINGS) if wording.format(*kind) == line) for kind, line in zip(shown, mine, strict=True)]
+    # 300 draws of three wordings: 100 ± 8.2 each, five times that
+    assert all(abs(seen.count(i) - 100) < 41 for i in range(3))
+
+
+def test_captions_follow_from_seed_and_place(place):
+    data = load(f"captions:{place / 'embedded'}")
+    stream = batches(data, 8, seed=3)
+    four = [next(stream)[1] for _ in range(4)]
+    assert torch.equal(next(batches(data, 8, seed=3, start=2))[1], four[2])
+    assert torch.equal(next(batches(data, 8, seed=3, start=1, rank=1, world_size=2))[1], four[3])
+    assert not torch.equal(next(batches(data, 8, seed=4))[1], four[0])
+
+
+def test_pictures_on_disk_give_the_same(place, monkeypatch):
+    name = f"captions:{place / 'embedded'}"
+    memory = load(name)
+    monkeypatch.setattr(lab_data, "IN_MEMORY", 0)
+    disk = load(name)
+    assert isinstance(disk, Files)
+    for ours, theirs in zip(next(batches(memory, 16, seed=1)), next(batches(disk, 16, seed=1, workers=0)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_held_out_captions_belong_to_held_out_pictures(place):
+    name, words = f"captions:{place / 'embedded'}", told(place)
+    held_out, data = load(name, split="test"), load(name)
+    x0, text = head(held_out, 10)
+    shown = judged(((x0 + 1) * 127.5).round().byte())
+    first = [WORDINGS[0].format(*kind) for kind in shown]
+    assert [words[row.numpy().tobytes()] for row in text] == first
+    for split in (held_out, data):
+        assert [words[row.numpy().tobytes()] for row in split.texts.held_out(len(first))] == first
+        assert split.texts.held_out_words(len(first) + 1) == [*first, first[0]]
+
+
+def test_a_test_folder_of_its_own_is_found(tmp_path, place):
+    for name, n in (("train", 12), ("val", 5)):
+        write_shapes(tmp_path / "set" / name, n)
+    lines = [
+        json.dumps({**json.loads(line), "file": f"./{name}/{json.loads(line)['file']}"})
+        for name in ("train", "val")
+        for line in (tmp_path / "set" / name / "captions.jsonl").read_text().splitlines()
+    ]
+    (tmp_path / "set" / "captions.jsonl").write_text("\n".join(lines))
+    embed(tmp_path / "set", place / "encoder", tmp_path / "embedded")
+    train, test = (load(f"captions:{tmp_path / 'embedded'}", split=split) for split in ("train", "test"))
+    assert (len(train), len(test)) == (12, 5)
+    assert sorted(train.texts.held_out_words(5)) == sorted(WORDINGS[0].format(*kind) for kind in KINDS[:5])
+
+
+# --- the network --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_u_vit_s_with_clip_has_the_45_million_of_the_paper():
+    """2209.12152, Table 4: U-ViT-S on MS-COCO, latents 32×32×4 and 77 tokens of 768."""
+    with torch.device("meta"):
+        net = build("uvit", (4, 32, 32), empty=torch.zeros(77, 768, dtype=torch.float16), **UVIT["S"])
+    assert abs(count(net) / 1e6 - 45) <= 0.5
+
+
+@torch.no_grad()
+def test_a_token_of_zeros_is_as_good_as_none():
+    """A network of 5 tokens with the same weights gives the same for captions of 5."""
+    net, short = model(8), model(5)
+    state = net.state_dict()
+    state["positions"] = torch.cat([state["positions"][:6], state["positions"][9:]])
+    state["null"] = state["null"][:5]
+    short.load_state_dict(state)
+    generator = torch.Generator().manual_seed(0)
+    x, text = torch.randn(3, 3, 8, 8, generator=generator), torch.randn(3, 5, 16, generator=generator)
+    filled = torch.cat([text, torch.zeros(3, 3, 16)], 1)
+    wanted = short(x, torch.tensor([1, 2, 3]), text)
+    # some tens of float32 operations on values of order one to ten, each rounded at 6e-8
+    assert (net(x, torch.tensor([1, 2, 3]), filled) - wanted).abs().max() < 1e-5
+    filled[:, 6] = 1
+    assert (net(x, torch.tensor([1, 2, 3]), filled) - wanted).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_padded_tokens_change_nothing(place):
+    net, x, t = model(), torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([5, 6])
+    embedded = Encoder(place / "encoder")(["a red circle", "this circle is red"])
+    other = embedded._replace(tokens=torch.where(embedded.mask[..., None], embedded.tokens, 7))
+    assert not torch.equal(embedded.tokens, other.tokens)
+    assert torch.equal(net(x, t, embedded.seen()), net(x, t, other.seen()))
+    assert not torch.equal(net(x, t, embedded.seen()), net(x, t, embedded.seen().flip(0)))
+
+
+@torch.no_grad()
+def test_without_a_caption_it_is_told_the_empty_one(place, settings):
+    data = load(settings.data)
+    net = network(settings, data, settings.clock())
+    x, t = torch.randn(2, 3, 16, 16), torch.tensor([5, 6])
+    assert torch.equal(net.null, EmbeddedSet(place / "embedded").empty)
+    assert torch.equal(net(x, t), net(x, t, net.null.expand(2, -1, -1)))
+
+
+# --- training -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_the_captions_is_withheld(settings, tmp_path):
+    run = run_of(replace(settings, drop_labels=0.25, batch=32), tmp_path / "run")
+    stream, dropped = run._stream(), 0
+    for _ in range(100):
+        _, text = next(stream)
+        cond = run._condition(text, 0)
+        without = (cond == run.net.null).flatten(1).all(1)
+        assert torch.equal(cond[~without], text[~without])
+        dropped += int(without.sum())
+        run.step += 1
+    # 3,200 draws: 800 ± 24.5, four times that
+    assert abs(dropped - 800) < 98
+
+
+@torch.no_grad()
+def test_probes_see_every_row_with_its_caption(place):
+    net = model(blocks=1)
+    generator = torch.Generator().manual_seed(0)
+    x0, noise = torch.randn(4, 3, 8, 8, generator=generator), torch.randn(4, 3, 8, 8, generator=generator)
+    text = Encoder(place / "encoder")([WORDINGS[i % 3].format(*KINDS[i]) for i in range(4)]).seen()
+    clock = TINY.clock()
+    probe = Probe(net, clock.schedule, clock.objective, x0, text, noise=noise, modules=[net], rows=3)
+    rows, time = torch.tensor([2, 0, 3, 3, 1]), torch.tensor([0.1, 0.9, 0.5, 0.2, 0.7])
+    found = probe.losses(time, rows)
+    a, s = (part.view(-1, 1, 1, 1).float() for part in clock.schedule(time))
+    wanted = (net(a * x0[rows] + s * noise[rows], clock.schedule.condition(time), text[rows]) - noise[rows]).square().flatten(1).mean(1)
+    assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-4)
+    swapped = Probe(net, clock.schedule, clock.objective, x0, text.flip(0), noise=noise, modules=[net], rows=3).losses(time, rows)
+    assert (swapped - found).abs().min() > 1e-4
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "adaptive:every=2"])
+def test_a_stopped_training_goes_on_to_the_bit(settings, tmp_path, sampler):
+    settings = replace(settings, sampler=sampler, validate_every=4, accumulate=2)
+    trained(settings, tmp_path / "whole")
+    trained(settings, tmp_path / "parts", stop=3)
+    trained(settings, tmp_path / "parts")
+    assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "parts")) == []
+
+
+def test_guidance_leads_away_from_the_empty_caption(settings, tmp_path):
+    trained(settings, tmp_path / "run")
+    run = opened(tmp_path / "run")
+    run.net.requires_grad_(False)
+    nn.init.normal_(run.net.smooth.weight, std=0.2)  # so that it predicts something
+    text, null = run.data.texts.held_out(3), run.net.null
+    for guidance in (1.0, 2.5):
+        found = generate(run.net, run.clock.schedule, run.clock.objective, (3, 16, 16), 3, steps=1, labels=text, guidance=guidance, null=null)
+        x, t = noise_of(0, range(3), (3, 16, 16), "cpu")(0), torch.full((3,), 19)
+        with_text, without = run.net(x, t, text), run.net(x, t, null.expand(3, -1, -1))
+        eps = without + guidance * (with_text - without)
+        a, s = (float(part) for part in run.clock.schedule(torch.tensor(0.99)))
+        start = x * (a**2 + s**2) ** 0.5
+        wanted = (((start - s * eps) / a).clamp(-1, 1) + 1) * 127.5
+        assert (with_text - without).abs().max() > 1e-4
+        assert (found - wanted).abs().max() < 0.51  # rounded to whole numbers
+    mine = sampled(run.net, run.recipe, run.clock, run.data, 3, steps=1, guidance=2.5)
+    assert torch.equal(mine, found)
+
+
+# --- the command line ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_from_pictures_to_pictures(place, tmp_path, capsys, elsewhere):
+    text = said(capsys, "embed", str(place / "pictures"), "--encoder", str(place / "encoder"), "--out", "embedded", "--device", "cpu")
+    assert "180 embedded captions" in text
+    options = ["--conditional", "--model", "uvit", "--channels", "16", "--head-channels", "8", "--blocks", "1", "--patch", "8"]
+    options += ["--batch", "8", "--updates", "2", "--steps", "20", "--solver-steps", "2"]
+    shown = said(capsys, "train", "digits", "--data", "captions:embedded", "--out", "run", "--device", "cpu", *options)
+    assert "2 updates" in shown
+    sample = ("sample", "run", "--count", "5", "--device", "cpu", "--guidance", "2")
+    said(capsys, *sample, "--prompt", "a red circle", "this square is blue", "--encoder", str(place / "encoder"), "--out", "asked.npz")
+    said(capsys, *sample, "--out", "held-out.npz")
+    evaluated = said(capsys, "evaluate", "run", "--samples", "0", "--vlb-images", "3", "--vlb-steps", "2", "--device", "cpu")
+    assert "bits/dim" in evaluated
+    run = opened("run")
+    prompts = prompted(run.net, ["a red circle", "this square is blue"], str(place / "encoder"))
+    assert prompts.shape == (2, 8, 16)
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_in_captions_are_named(place, tmp_path):
+    encoder, pictures = place / "encoder", write_shapes(tmp_path / "pictures", 4)
+    file = pictures / "captions.jsonl"
+    good = file.read_text()
+    for text, message in (
+        ("\n\n", "is empty"),
+        ('{"file": "0.png"}', "line 1 of .* should read"),
+        (good + '\n{"file": "0.png", "caption": []}', "line 5 of"),
+        (good + "\nnonsense", "line 5 of"),
+        (good + '\n{"file": "9.png", "caption": "a red circle"}', "names 1 files that are not there, the first is 9.png"),
+    ):
+        file.write_text(text)
+        with pytest.raises(Mistake, match=message):
+            embed(pictures, encoder, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    file.unlink()
+    with pytest.raises(Mistake, match=r"there is no .*captions.jsonl"):
+        embed(pictures, encoder, tmp_path / "out")
+    file.write_text(good.splitlines()[0])
+    embed(pictures, encoder, tmp_path / "out")
+    with pytest.raises(Mistake, match="is there already"):
+        embed(pictures, encoder, tmp_path / "out")
+    with pytest.raises(Mistake, match=r"pictures of .* have no caption in .*; embed anew"):
+        load(f"captions:{tmp_path / 'out'}")
+
+
+def test_mistakes_in_encoders_are_named(place, tmp_path, monkeypatch):
+    with pytest.raises(Mistake, match="there is no folder"):
+        Encoder(tmp_path / "nowhere")
+    with pytest.raises(Mistake, match=r"holds no config.json"):
+        Encoder(tmp_path)
+    for text, message in (
+        ("{}", "does not name a model_type"),
+        ('{"model_type": "bert"}', "'bert', which is no text encoder known here; known: clip"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(Mistake, match=message):
+            Encoder(tmp_path)
+    for missing, message in (("model.safetensors", "cannot load a CLIPTextModel"), ("tokenizer.json", "cannot load a tokenizer")):
+        broken = tmp_path / missing.partition(".")[0]
+        shutil.copytree(place / "encoder", broken)
+        (broken / missing).unlink()
+        with pytest.raises(Mistake, match=message):
+            Encoder(broken)
+    with pytest.raises(Mistake, match="take 2 to 8"):
+        Encoder(place / "encoder", length=9)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Mistake, match=r"pip install noiseclock\[text\]"):
+        Encoder(place / "encoder")
+
+
+def test_an_encoder_without_all_its_weights_is_refused(place, tmp_path):
+    from safetensors.torch import save_file
+
+    shutil.copytree(place / "encoder", tmp_path / "encoder")
+    file = tmp_path / "encoder" / "model.safetensors"
+    weights = load_file(file)
+    weights.pop(next(name for name in weights if name.endswith("final_layer_norm.weight")))
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(Mistake, match="lacks 1 of its weights"):
+        Encoder(tmp_path / "encoder")
+
+
+def test_damaged_and_lost_files_are_named(place, tmp_path, capsys):
+    shutil.copytree(place, tmp_path / "set")
+    folder = tmp_path / "set" / "embedded"
+    with (folder / "00000.safetensors").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"x")
+    data = load(f"captions:{folder}")
+    with pytest.raises(Mistake, match=r"00000.safetensors is missing or damaged"):
+        next(batches(data, 2, seed=0))
+    shutil.rmtree(tmp_path / "set" / "pictures")
+    with pytest.raises(Mistake, match="there is no such folder"):
+        load(f"captions:{folder}")
+    (folder / "index.json").write_text("{}")
+    with pytest.raises(Mistake, match=r"index.json is damaged"):
+        load(f"captions:{folder}")
+    with pytest.raises(Mistake, match="noiseclock embed PICTURES"):
+        load(f"captions:{place / 'pictures'}")
+    with pytest.raises(Mistake, match="lacks a path; say captions:PATH"):
+        load("captions:")
+
+
+def test_only_a_u_vit_reads_captions(settings, tmp_path):
+    with pytest.raises(Mistake, match="take model uvit"):
+        run_of(replace(settings, model="dit"), tmp_path / "run")
+
+
+def test_mistakes_in_prompts_are_named(place, settings, tmp_path, capsys, elsewhere):
+    trained(replace(settings, updates=1), tmp_path / "run")
+    trained(replace(TINY, updates=1), tmp_path / "digits")
+    write_encoder(tmp_path / "other", seed=1)
+    ask, red = ("sample", "--count", "1", "--device", "cpu"), ("--prompt", "a red circle")
+    encoder = ("--encoder", str(place / "encoder"))
+    assert "not trained on captions" in said(capsys, *ask, "digits", *red, *encoder, status=2)
+    assert "--encoder FOLDER" in said(capsys, *ask, "run", *red, status=2)
+    assert "there is none" in said(capsys, *ask, "run", *encoder, status=2)
+    assert "is not the encoder" in said(capsys, *ask, "run", *red, "--encoder", "other", status=2)
+
+
+def test_captions_that_another_encoder_embedded_anew_are_refused(place, tmp_path, settings):
+    shutil.copytree(place, tmp_path / "set")
+    settings = replace(settings, data=f"captions:{tmp_path / 'set' / 'embedded'}")
+    trained(settings, tmp_path / "run", stop=2)
+    shutil.rmtree(tmp_path / "set" / "embedded")
+    embed(tmp_path / "set" / "pictures", write_encoder(tmp_path / "other", seed=1), tmp_path / "set" / "embedded")
+    for again in (lambda: trained(settings, tmp_path / "run"), lambda: opened(tmp_path / "run")):
+        with pytest.raises(Mistake, match="embedded anew"):
+            again()
+
+
+# --- does it follow? ----------------------------------------------------------------------------------------------------------------------
