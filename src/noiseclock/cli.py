@@ -132,6 +132,10 @@ class Evaluate:
     """held-out images for the bits per dimension; 0 leaves those out"""
     vlb_steps: int | None = 100
     """steps of the bound that each of them takes; None for all"""
+    clip: str = ""
+    """folder of a CLIP model, for the CLIP score of a model of captions"""
+    clip_samples: int = 1000
+    """pictures of captions of held-out images for it"""
     resize: str = "pytorch"
     """how Inception sees pictures: pytorch, as pytorch-fid does, or tensorflow"""
     seed: int = 0
@@ -313,11 +317,12 @@ def evaluate(argv: list[str]) -> int:
     device = _check_device(options.device)
     run = opened(options.folder, step=options.step, device=device)
     steps = options.steps or run.recipe.solver_steps
-    with _bar("sampling", options.samples * steps) as progress:
+    drawn = max(options.samples, options.clip_samples if options.clip else 0)
+    with _bar("sampling", drawn * steps) as progress:
         found = evaluated(
             run, samples=options.samples, reference_split=options.reference, solver=options.solver, steps=options.steps, guidance=options.guidance,
             vlb_images=options.vlb_images, vlb_steps=options.vlb_steps, resize=options.resize, seed=options.seed, batch=options.batch,
-            device=device, progress=progress,
+            device=device, progress=progress, clip=options.clip, clip_samples=options.clip_samples,
         )  # fmt: skip
     console.print(found.text())
     console.print(f"written to {found.write(Path(options.folder))}")

@@ -16,6 +16,7 @@ from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
+from noiseclock.lab.clip import CLIP, ClipScore, clip_score
 from noiseclock.lab.data import Files, Images, load
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
@@ -79,11 +80,12 @@ class Evaluation:
     held_out: int
     guidance: float
     seed: int
+    clip: ClipScore | None = None
 
     def text(self) -> str:
         """Every figure with what it was measured on."""
         lines = [f"averaged weights at update {self.step:,}" + (f", samples with guidance {self.guidance:g}" if self.guidance != 1 else "")]
-        lines += [str(part) for part in (self.scores, self.bits) if part is not None]
+        lines += [str(part) for part in (self.scores, self.clip, self.bits) if part is not None]
         lines.append(f"loss by noise level ({self.held_out} held-out images, fixed noise; time from clean to noise)")
         for times, losses in zip(np.array_split(self.curve.time, 10), np.array_split(self.curve.loss, 10), strict=True):
             lines.append(f"  {times[0]:.2f} to {times[-1]:.2f}   {losses.mean():.5f}")
@@ -95,6 +97,9 @@ class Evaluation:
         if (scores := self.scores) is not None:
             parts += [f"{scores.solver}-{scores.steps}-{scores.count}", scores.reference.replace("/", "_").replace(" ", "-")]
             parts += [scores.resize] if scores.resize else []
+        if self.clip is not None:
+            parts.append(f"clip-{self.clip.solver}-{self.clip.steps}-{self.clip.count}")
+        if self.scores is not None or self.clip is not None:
             parts += [f"guidance-{self.guidance:g}"] if self.guidance != 1 else []
             parts += [f"seed-{self.seed}"] if self.seed else []
         target = folder / "evaluations" / ("-".join(parts) + ".json")
@@ -103,7 +108,7 @@ class Evaluation:
         except OSError as error:
             raise Failure(f"could not make {target.parent}: {error.strerror}") from error
         curve = {"time": self.curve.time.tolist(), "loss": self.curve.loss.tolist(), "images": self.held_out}
-        both = {name: part and asdict(part) for name, part in {"scores": self.scores, "bits": self.bits}.items()}
+        both = {name: part and asdict(part) for name, part in {"scores": self.scores, "bits": self.bits, "clip": self.clip}.items()}
         write_json(target, {"step": self.step, "guidance": self.guidance, "seed": self.seed, "curve": curve, **both})
         return target
 
@@ -123,29 +128,46 @@ def evaluated(
     batch: int = 256,
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
+    clip: str = "",
+    clip_samples: int = 1000,
 ) -> Evaluation:
     """Measure a training: distances of `samples` pictures from a split of its data, bits per dimension and loss on held-out images.
 
     The bound takes `vlb_steps` steps for each of `vlb_images` images, or all of them; it needs a discrete schedule, and is left out elsewhere.
+    clip: the folder of a CLIP model, which then judges `clip_samples` pictures of a model of captions.
     """
     if min(samples, vlb_images) < 0:
         raise Mistake(f"samples and vlb_images must not be negative, got {samples} and {vlb_images}; 0 leaves them out")
     recipe = run.recipe
     held_out = load(recipe.data, split="test", size=recipe.size)
-    scores = bits = None
+    scores = bits = fit = None
+    judge = _judge(run, clip, clip_samples, device) if clip else None
+    drawn = max(samples, clip_samples if judge else 0)
     if samples:
         data = run.data if reference_split == "train" else load(recipe.data, split=reference_split, size=recipe.size)
         network_seeing = network_for(data.name, resize=resize)  # first, because it may be missing, and samples take long
+    if drawn:
         solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
         images = sampled(
-            run.net, recipe, run.clock, run.data, samples, seed=seed, guidance=guidance, solver=solver, steps=steps, batch=batch, device=device,
+            run.net, recipe, run.clock, run.data, drawn, seed=seed, guidance=guidance, solver=solver, steps=steps, batch=batch, device=device,
             progress=progress,
         )  # fmt: skip
-        scores = compare_images(images, data, network=network_seeing, solver=solver, steps=steps, batch=batch, device=device)
+        if samples:
+            scores = compare_images(images[:samples], data, network=network_seeing, solver=solver, steps=steps, batch=batch, device=device)
+        if judge and run.data.texts is not None:
+            fit = clip_score(images[:clip_samples], run.data.texts.held_out_words(clip_samples), judge, solver=solver, steps=steps)
     if vlb_images and isinstance(run.clock.schedule, Discrete):
         bits = bits_per_dim(
             run.net, run.clock.schedule, run.clock.objective, held_out, n=vlb_images, batch=batch, steps=vlb_steps, variance=recipe.variance,
             conditional=recipe.conditional, device=device,
         )  # fmt: skip
     curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=recipe.conditional, device=device)
-    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)), guidance, seed)
+    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)), guidance, seed, fit)
+
+
+def _judge(run: Trained, folder: str, samples: int, device: str | torch.device) -> CLIP:
+    if not run.recipe.conditional or run.data.texts is None:
+        raise Mistake("a CLIP score compares pictures with their captions, and this model was trained without; leave --clip out")
+    if samples < 1:
+        raise Mistake(f"a CLIP score needs at least one picture, got clip_samples={samples}")
+    return CLIP(folder, device=device)

@@ -1,0 +1,103 @@
+"""The CLIP score: how well pictures fit their captions, as a CLIP model in a folder on this machine sees it.
+
+    score = clip_score(pictures, captions, CLIP("encoders/clip-vit-large-patch14"))      # 100·cos, its mean over the pictures
+
+Pictures are prepared as CLIP's own processor does it, with torch: the shorter side resized with bicubic interpolation, cropped to the centre, scaled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from noiseclock.lab.encoder import kind_of, loaded, tokenized, tokenizer_of
+from noiseclock.lab.errors import Mistake
+
+# of the pixels that CLIP was trained on (2103.00020's code), where the folder has no preprocessor_config.json that says otherwise
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class ClipScore:
+    """The mean of 100·cos between pictures and captions, its standard error, how many there were, by what model, and how they were made."""
+
+    mean: float
+    error: float
+    count: int
+    network: str
+    solver: str | None = None
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        made = f"{self.solver.upper()} {self.steps}" if self.solver and self.steps else self.solver or "solver not known"
+        return f"CLIP score {self.mean:.3f} ± {self.error:.2g} ({self.count:,} samples, {made}, with the captions of held-out images, {self.network})"
+
+
+class CLIP:
+    """A whole CLIP model, text and pictures, in evaluation mode."""
+
+    def __init__(self, folder: str | Path, *, device: str | torch.device = "cpu") -> None:
+        self.folder, self.device = Path(folder).expanduser(), torch.device(device)
+        kind_of(self.folder, {"clip": "CLIPModel"}, "CLIP model")
+        self.model = loaded(self.folder, "CLIPModel").to(device)
+        self.tokenizer = tokenizer_of(self.folder)
+        self.title = f"CLIP of {self.folder.resolve().name}"
+        self._mean, self._std = _scaling(self.folder / "preprocessor_config.json")
+
+    @torch.no_grad()
+    def cosines(self, pictures: Tensor, captions: Sequence[str]) -> Tensor:
+        """(n,) float64: the cosines between pictures uint8 (n, 3, H, W) and as many captions."""
+        config = self.model.config
+        pixels = prepared(pictures.to(self.device), config.vision_config.image_size, self._mean, self._std)
+        given = tokenized(self.tokenizer, captions, config.text_config.max_position_embeddings).to(self.device)
+        out = self.model(pixel_values=pixels, **given)
+        return functional.cosine_similarity(out.image_embeds.double(), out.text_embeds.double()).cpu()
+
+
+def prepared(pictures: Tensor, side: int, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
+    """(n, 3, side, side) float32, as CLIP sees pictures uint8 (n, C, H, W); grey ones count as three equal colours."""
+    if pictures.shape[1] == 1:
+        pictures = pictures.expand(-1, 3, -1, -1)
+    height, width = pictures.shape[2:]
+    shorter = min(height, width)
+    size = height * side // shorter, width * side // shorter
+    pixels = pictures.float()
+    # along the rows, then along the columns, each rounded to bytes, as in Pillow, which resized the images that CLIP has seen
+    for step in ((height, size[1]), size):
+        if pixels.shape[2:] != step:
+            pixels = functional.interpolate(pixels, step, mode="bicubic", antialias=True).round().clamp(0, 255)
+    top, left = (size[0] - side) // 2, (size[1] - side) // 2
+    pixels = pixels[:, :, top : top + side, left : left + side] / 255
+    centre, spread = (torch.tensor(part, device=pixels.device).view(3, 1, 1) for part in (mean, std))
+    return (pixels - centre) / spread
+
+
+def clip_score(
+    pictures: Tensor, captions: Sequence[str], clip: CLIP, *, batch: int = 64, solver: str | None = None, steps: int | None = None
+) -> ClipScore:
+    """Of pictures uint8 (n, C, H, W), each with its own caption. solver, steps: how they were made, for the record."""
+    if len(pictures) != len(captions) or not captions:
+        raise Mistake(f"a CLIP score needs a caption for each picture, got {len(captions)} for {len(pictures)}")
+    parts = range(0, len(captions), batch)
+    found = 100 * torch.cat([clip.cosines(pictures[i : i + batch], captions[i : i + batch]) for i in parts])
+    error = found.std().item() / math.sqrt(len(found)) if len(found) > 1 else math.nan
+    return ClipScore(found.mean().item(), error, len(found), clip.title, solver, steps)
+
+
+def _scaling(file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of the pixels that the model expects."""
+    if not file.is_file():
+        return MEAN, STD
+    try:
+        config = json.loads(file.read_text())
+        mean, std = (tuple(float(x) for x in config[name]) for name in ("image_mean", "image_std"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise Mistake(f"{file} is damaged; put CLIP's own there, or remove it") from error
+    return mean, std
