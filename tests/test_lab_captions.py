@@ -173,7 +173,7 @@ def test_a_test_folder_of_its_own_is_found(tmp_path, place):
 
 
 def test_u_vit_s_with_clip_has_the_45_million_of_the_paper():
-    """2209.12152, Table 4: U-ViT-S on MS-COCO, latents 32×32×4 and 77 tokens of 768."""
+    """2209.12152: U-ViT-S on MS-COCO, latents 32×32×4 and 77 tokens of 768, without encoder and autoencoder."""
     with torch.device("meta"):
         net = build("uvit", (4, 32, 32), empty=torch.zeros(77, 768, dtype=torch.float16), **UVIT["S"])
     assert abs(count(net) / 1e6 - 45) <= 0.5
@@ -415,3 +415,27 @@ def test_captions_that_another_encoder_embedded_anew_are_refused(place, tmp_path
 
 
 # --- does it follow? ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_samples_show_what_the_caption_says(tmp_path):
+    """Twelve kinds of pictures in three wordings, two minutes of one core. Shapes are decided in much noise, so that is drawn."""
+    embed(write_shapes(tmp_path / "pictures", 480), write_encoder(tmp_path / "encoder"), tmp_path / "embedded")
+    settings = replace(
+        TINY, data=f"captions:{tmp_path / 'embedded'}", conditional=True, model="uvit", channels=64, head_channels=16, blocks=4, patch=4, batch=32,
+        updates=1200, lr=2e-3, betas=(0.9, 0.99), warmup=50, ema=0.99, schedule="cosine", steps=1000, objective="x0", sampler="beta:a=4,b=1",
+        solver_steps=20,
+    )  # fmt: skip
+    trained(settings, tmp_path / "run")
+    run = opened(tmp_path / "run")
+    prompts = prompted(run.net, WORDS, str(tmp_path / "encoder"))
+    wanted = [kind for kind in KINDS for _ in WORDINGS] * 4
+    shares = {}
+    for guidance in (1.0, 2.0):
+        shown = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), guidance=guidance, prompts=prompts))
+        shares[guidance] = sum(mine == theirs for mine, theirs in zip(shown, wanted, strict=True)) / len(wanted)
+    print(f"shown as told: {shares}")
+    assert shares[2.0] >= 0.9  # by chance it were 1/12
+    assert shares[2.0] >= shares[1.0]
+    withheld = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), prompts=run.net.null[None]))
+    assert sum(mine == theirs for mine, theirs in zip(withheld, wanted, strict=True)) / len(wanted) < 0.25

@@ -265,6 +265,16 @@ RECIPES: dict[str, Entry] = {
         "ImageNet, an autoencoder, GPUs", "501 M parameters, 2.1 M updates of 256",
         missing="it trains on latents, and the latent pipeline is not written yet",
     ),
+    "coco-t2i": Entry(
+        Recipe(
+            data="captions:data/coco-clip", size=256, conditional=True, model="uvit", channels=512, blocks=12, head_channels=64,
+            schedule="scaled-linear", optimizer="adamw", lr=2e-4, betas=(0.9, 0.9), weight_decay=0.03, batch=256, warmup=5000, updates=1_000_000,
+            precision="bf16", solver="dpm++", solver_steps=50,
+        ),
+        "text to image on MS-COCO 256 as in SpeeD: U-ViT-S (2209.12152, its released settings), latents 32x32x4, 77 tokens of CLIP ViT-L/14",
+        "MS-COCO images and captions, CLIP ViT-L/14 (noiseclock embed), an autoencoder, GPUs", "45 M parameters, 1 M updates of 256",
+        missing="it trains on latents, and the latent pipeline is not written yet",
+    ),
 }  # fmt: skip
 
 
