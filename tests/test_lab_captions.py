@@ -21,7 +21,7 @@ from noiseclock.lab.errors import Mistake
 from noiseclock.lab.generate import generate, noise_of
 from noiseclock.lab.models import UVIT, build, count
 from noiseclock.lab.trained import opened
-from shapes import KINDS, LENGTH, WORDINGS, judged, write_encoder, write_shapes
+from shapes import KINDS, LENGTH, WORDINGS, judged, write_encoder, write_shapes, write_tokenizer
 from small_runs import TINY, differing, run_of, said, state_of, trained
 
 WORDS = [wording.format(*kind) for kind in KINDS for wording in WORDINGS]
@@ -99,6 +99,12 @@ def test_several_files_read_like_one(place, tmp_path, monkeypatch):
     rows = torch.tensor([179, 0, 49, 50, 149, 150, 0])
     one, several = EmbeddedSet(place / "embedded")[rows], EmbeddedSet(tmp_path / "embedded")[rows]
     assert (one.float() - several.float()).abs().max() < 2e-3  # their batches differ in size
+
+
+def test_captions_that_are_too_long_are_counted(place, tmp_path):
+    with pytest.warns(UserWarning, match="120 of 180 captions are longer than 5 tokens"):  # "a red circle" has just five
+        embed(place / "pictures", place / "encoder", tmp_path / "embedded", length=5)
+    assert EmbeddedSet(tmp_path / "embedded").length == 5
 
 
 # --- what is read back --------------------------------------------------------------------------------------------------------------------
@@ -287,7 +293,9 @@ def test_from_pictures_to_pictures(place, tmp_path, capsys, elsewhere):
     assert "180 embedded captions" in text
     options = ["--conditional", "--model", "uvit", "--channels", "16", "--head-channels", "8", "--blocks", "1", "--patch", "8"]
     options += ["--batch", "8", "--updates", "2", "--steps", "20", "--solver-steps", "2"]
-    shown = said(capsys, "train", "digits", "--data", "captions:embedded", "--out", "run", "--device", "cpu", *options)
+    train = ("train", "digits", "--data", "captions:embedded", "--out", "run", "--device", "cpu", *options)
+    assert "uvit, " in said(capsys, *train, "--dry-run")
+    shown = said(capsys, *train)
     assert "2 updates" in shown
     sample = ("sample", "run", "--count", "5", "--device", "cpu", "--guidance", "2")
     said(capsys, *sample, "--prompt", "a red circle", "this square is blue", "--encoder", str(place / "encoder"), "--out", "asked.npz")
@@ -348,6 +356,11 @@ def test_mistakes_in_encoders_are_named(place, tmp_path, monkeypatch):
             Encoder(broken)
     with pytest.raises(Mistake, match="take 2 to 8"):
         Encoder(place / "encoder", length=9)
+    endless = write_encoder(tmp_path / "endless", "t5")
+    write_tokenizer(endless, 10**30)
+    with pytest.raises(Mistake, match="give the length in tokens"):
+        Encoder(endless)
+    assert Encoder(endless, length=20).length == 20
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Mistake, match=r"pip install noiseclock\[text\]"):
         Encoder(place / "encoder")

@@ -376,9 +376,9 @@ class Nothing:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "sample": sample,
-    "embed": embed,
     "evaluate": evaluate,
     "export": export,
+    "embed": embed,
     "recipes": recipes,
     "doctor": doctor,
     "compare": lambda argv: _results().compare(argv),

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -115,7 +116,13 @@ def embed(
         raise Failure(f"could not write {out}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    _say_what_was_cut(encode, len(rows))
     return len(rows)
+
+
+def _say_what_was_cut(encode: Encoder, of: int) -> None:
+    if encode.cut:
+        warnings.warn(f"{encode.cut} of {of} captions are longer than {encode.length} tokens; the rest of them was cut off", stacklevel=3)
 
 
 def _write(path: Path, embedded: Embedded) -> str:
@@ -258,9 +265,11 @@ def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | to
         raise Mistake("this model was not trained on captions, so it understands no prompt; leave the prompt out")
     if not encoder:
         raise Mistake("a prompt needs the text encoder that the captions were embedded with; give its folder as --encoder FOLDER")
-    tokens = Encoder(encoder, length=len(net.null), device=device)(["", *prompts]).seen()
+    encode = Encoder(encoder, length=len(net.null), device=device)
+    tokens = encode(["", *prompts]).seen()
     if not _alike(tokens[0], net.null):
         raise Mistake(f"{encoder} is not the encoder that this model's captions were embedded with: its empty caption is another")
+    _say_what_was_cut(encode, len(prompts))
     return tokens[1:]
 
 

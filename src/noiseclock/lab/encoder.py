@@ -35,7 +35,10 @@ class Embedded(NamedTuple):
 
 
 class Encoder:
-    """The text encoder in `folder`, in evaluation mode. length: L, to which captions are cut or filled up; the encoder's own unless given."""
+    """The text encoder in `folder`, in evaluation mode. length: L, to which captions are cut or filled up; the encoder's own unless given.
+
+    cut: how many captions were longer, so far.
+    """
 
     def __init__(self, folder: str | Path, *, length: int | None = None, device: str | torch.device = "cpu") -> None:
         self.folder, self.device = Path(folder).expanduser(), device
@@ -49,10 +52,12 @@ class Encoder:
         if length is not None and not 2 <= length <= own:
             raise Mistake(f"captions of {length} tokens do not suit the encoder in {folder}; take 2 to {own}")
         self.length: int = length or own
+        self.cut = 0
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Embedded:
         """Some captions at once."""
+        self.cut += sum(len(words) > self.length for words in self.tokenizer(list(captions), verbose=False)["input_ids"])
         given = tokenized(self.tokenizer, captions, self.length).to(self.device)
         tokens = self.model(**given).last_hidden_state.to("cpu", torch.float16)
         mask = given["attention_mask"].bool().cpu()

@@ -233,6 +233,6 @@ def _check(schedule: Schedule, objective: Objective, n: int, batch: int, labels:
     if labels is not None and (labels.ndim not in (1, 3) or len(labels) != n):
         raise Mistake(f"labels must be one for each of the {n} pictures, got shape {tuple(labels.shape)}")
     if guidance != 1 and (labels is None or null is None):
-        raise Mistake(f"guidance={guidance:g} needs a conditional model: labels for the pictures and the label that stands for none")
+        raise Mistake(f"guidance={guidance:g} needs a model with classes or captions: labels for the pictures and the label that stands for none")
     if isinstance(objective, Eps) and float(schedule(1.0)[0]) == 0:
         raise Mistake("this schedule ends in pure noise, from which a prediction of the noise cannot lead back; train with objective v or x0")
