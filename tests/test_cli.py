@@ -66,7 +66,7 @@ def test_help_of_training_names_every_setting(capsys):
     for name in (*Recipe.__dataclass_fields__, "out", "device", "shard", "dry_run"):
         assert f"--{name.replace('_', '-')}" in shown
     assert "default: 0.001" in shown  # the recipe's own
-    # a recipe that cannot run can be looked at
+    # a recipe whose data are not there can be looked at
     assert "1.92e-4" in said(capsys, "train", "celebahq-ldm", "--help").replace("0.000192", "1.92e-4")
 
 
@@ -80,7 +80,7 @@ MISTAKES = {
     "train": "noiseclock: noiseclock train needs a recipe. `noiseclock recipes` lists the recipes",
     "train --lr 3": "needs a recipe",
     "train digts": "noiseclock: unknown recipe 'digts' (did you mean digits?); known: digits, mnist,",
-    "train celebahq-ldm": "noiseclock: the recipe 'celebahq-ldm' is written down but cannot run: it trains on latents",
+    "train celebahq-ldm": "noiseclock: there are no latents in data/celebahq-latents: it has no index.json; make them with noiseclock encode\n",
     "train digits --lrr 3": "Perhaps you meant: --lr FLOAT",
     "train digits --smapler adaptive": "Perhaps you meant: --sampler STR",
     "train digits --lr abc": "Error parsing --lr: could not convert string to float: 'abc'",

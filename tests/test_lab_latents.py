@@ -380,10 +380,10 @@ def test_pictures_that_are_gone_or_changed_are_named_and_samples_go_on(tmp_path)
     trained(on_latents(cache, updates=1), tmp_path / "run")
     (tmp_path / "set" / "1.png").rename(tmp_path / "1.png")
     run = opened(tmp_path / "run")
-    with pytest.raises(Mistake, match="set train has changed since .*latents was made of it, from 5. of 3x8x8 to 5. of 3x8x8; encode it again"):
+    with pytest.raises(Mistake, match=r"set train has changed since .*latents was made of it, from 5. of 3x8x8 to 5. of 3x8x8; encode it again"):
         evaluated(run, samples=20)
     (tmp_path / "set").rename(tmp_path / "elsewhere")
-    with pytest.raises(Mistake, match="samples are compared with the images that .*latents was made of, and they cannot be had: there is no folder"):
+    with pytest.raises(Mistake, match=r"samples are compared with the images that .*latents was made of, and they cannot be had: there is no folder"):
         evaluated(run, samples=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

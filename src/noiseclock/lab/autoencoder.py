@@ -11,6 +11,7 @@ quantised, as decoding quantises them; and AutoencoderTiny. What the network com
 from __future__ import annotations
 
 import json
+import math
 import os
 from copy import deepcopy
 from pathlib import Path
@@ -34,10 +35,10 @@ class Encoded(NamedTuple):
 
 
 class Autoencoder:
-    """One that was loaded. net: diffusers' module, in evaluation mode. name: of its class."""
+    """Pictures to latents and back. net: diffusers' module. name: of its class."""
 
     def __init__(self, net: Any) -> None:
-        self.net, self.name = net.eval().requires_grad_(False), type(net).__name__
+        self.net, self.name = net, type(net).__name__
         self.channels: int = net.config.in_channels
 
     @property
@@ -90,6 +91,13 @@ class Autoencoder:
         return torch.cat(pictures)
 
 
+def psnr(coder: Autoencoder, pictures: Tensor) -> float:
+    """How near pictures, uint8 (N, C, H, W), come back by the means of their latents: 10·log10(255²/mean squared error), in decibels."""
+    back = coder.decode(coder.encode(pictures).mean)
+    error = float((back.double() - pictures.cpu().double()).square().mean())
+    return 10 * math.log10(255**2 / error) if error else math.inf
+
+
 def _at_a_time(shape: tuple[int, ...]) -> int:
     return max(1, AT_A_TIME // (shape[-1] * shape[-2]))
 
@@ -114,4 +122,5 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu") 
             net = getattr(diffusers, name).from_pretrained(str(folder), local_files_only=True, low_cpu_mem_usage=False)
     except Exception as error:  # of the file system, safetensors, torch: whatever is wrong with the files
         raise Mistake(f"cannot load the {name} in {folder} ({str(error).strip().partition(chr(10))[0]}); save it again") from error
-    return Autoencoder(deepcopy(net).float().to(device))  # a copy, because the weights are windows on a file that may be replaced
+    net = deepcopy(net).float().to(device)  # a copy, because the weights are windows on a file that may be replaced
+    return Autoencoder(net.eval().requires_grad_(False))

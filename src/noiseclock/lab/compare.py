@@ -33,7 +33,7 @@ from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
 from noiseclock.lab.built import sampled
-from noiseclock.lab.data import head, load_images, pictured
+from noiseclock.lab.data import head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
@@ -215,6 +215,8 @@ def _outlived() -> None:
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
+    if plan.base.data.startswith("latents:"):
+        load(plan.base.data, size=plan.base.size)  # which costs nothing; its mistakes come before anything is written
     path, mine = folder / "compare.json", plain(plan.config())
     if path.exists():
         theirs = _config(folder)

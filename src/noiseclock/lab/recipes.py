@@ -27,7 +27,7 @@ class Recipe:
 
     # --- what is learned ---
     data: str = "digits"
-    """digits, mnist, cifar10, folder:PATH or hf:NAME_OR_PATH"""
+    """digits, mnist, cifar10, folder:PATH, hf:NAME_OR_PATH or latents:PATH"""
     size: int | None = None
     """side to which folder and hf images are cropped and resized"""
     flip: bool = False
@@ -217,12 +217,13 @@ RECIPES: dict[str, Entry] = {
     ),
     "celebahq-ldm": Entry(
         Recipe(
-            data="folder:data/celebahq", size=256, channels=224, multipliers=(1, 2, 3, 4), attention=(32, 16, 8), head_channels=32,
+            data="latents:data/celebahq-latents", channels=224, multipliers=(1, 2, 3, 4), attention=(32, 16, 8), head_channels=32,
             schedule="scaled-linear:beta_start=0.0015,beta_end=0.0195", optimizer="adamw", lr=1.92e-4, batch=24, updates=375_000,
             solver="ddim", solver_steps=200,
         ),
-        "latent diffusion on CelebA-HQ 256 (adaptive paper, Table 8): latents 64x64x3, 300 epochs", "CelebA-HQ images, an autoencoder, GPUs",
-        "274 M parameters, 375k updates of 24", missing="it trains on latents, and the latent pipeline is not written yet",
+        "latent diffusion on CelebA-HQ 256 (adaptive paper, Table 8): latents 64x64x3, 300 epochs",
+        "latents 64x64x3 in data/celebahq-latents (noiseclock train-autoencoder, noiseclock encode: docs/latents.md), GPUs",
+        "274 M parameters, 375k updates of 24",
     ),
     "imagenet-uvit": Entry(
         Recipe(
