@@ -36,7 +36,7 @@ from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
-from noiseclock.lab.data import Files, Images, batches, head, load
+from noiseclock.lab.data import Data, batches, head, load
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json
@@ -461,9 +461,9 @@ class Run:
         self.accelerator.wait_for_everyone()
 
 
-def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Images | Files]:
+def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
     """The training images and the held-out ones. Rank 0 goes first: it may have to download them."""
-    found: list[Images | Files] = []
+    found: list[Data] = []
     for main_process in (True, False):
         with all_or_none(accelerator):
             if accelerator.is_main_process == main_process:

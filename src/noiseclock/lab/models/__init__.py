@@ -83,7 +83,7 @@ def time_scale(schedule: Schedule) -> float:
     """
     if isinstance(schedule, Discrete):
         return 1.0
-    ends = schedule.condition(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    ends = schedule.condition(torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
     return 1000 / float(ends[1] - ends[0])
 
 
