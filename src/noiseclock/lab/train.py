@@ -270,7 +270,7 @@ class Run:
                 self.save(log)
             raise
         except torch.OutOfMemoryError as error:
-            raise Failure(f"out of memory after update {self.step}; raise accumulate, lower batch, or use precision bf16") from error
+            raise Failure(f"out of memory after update {self.step}; raise accumulate, lower batch, or use checkpointing or precision bf16") from error
         finally:
             stream.close()
             if log is not None:
