@@ -26,7 +26,7 @@ def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
     return build(
         recipe.model, data.shape, classes=data.classes if recipe.conditional else None, channels=recipe.channels, multipliers=recipe.multipliers,
         blocks=recipe.blocks, attention=recipe.attention, head_channels=recipe.head_channels, patch=recipe.patch, dropout=recipe.dropout,
-        time_scale=time_scale(clock.schedule),
+        time_scale=time_scale(clock.schedule), checkpointing=recipe.checkpointing,
     )  # fmt: skip
 
 

@@ -98,6 +98,8 @@ class Recipe:
     """fp32 or bf16 (autocast)"""
     compile: bool = False
     """torch.compile the model, on a GPU; takes about two minutes once"""
+    checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, a third more time"""
     seed: int = 0
     """of weights, order, times and noise"""
     patience: int = 10
@@ -162,8 +164,9 @@ class Recipe:
         return asdict(self)
 
 
-# What may change between two runs of one training: how long it lasts and what is seen on the way.
-FREE = ("updates", "patience", "log_every", "save_every", "validate_every", "sample_every", "solver", "solver_steps", "track")
+# What may change between two runs of one training: how long it lasts, what is seen on the way, and, as may the number of processes, what fits it
+# into the memory of a machine: the gradients are the same to rounding, and so are the random numbers.
+FREE = ("updates", "patience", "checkpointing", "log_every", "save_every", "validate_every", "sample_every", "solver", "solver_steps", "track")
 FIXED = tuple(f.name for f in fields(Recipe) if f.name not in FREE)
 
 

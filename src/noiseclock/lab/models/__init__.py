@@ -47,6 +47,7 @@ def build(
     patch: int = 2,
     dropout: float = 0.0,
     time_scale: float = 1.0,
+    checkpointing: bool = False,
 ) -> UNet | DiT | UViT:
     """A network for data of `shape` (C, H, W).
 
@@ -54,7 +55,7 @@ def build(
     first level. blocks: residual blocks of each of a U-Net's levels, or the depth of a DiT or U-ViT. head_channels: of one attention head; 0 makes
     one head of all of them. dropout: its probability. time_scale: what t is multiplied with before it is embedded; take `time_scale(schedule)`.
     U-Nets alone read `multipliers`, each level's width by the first, and `attention`, the heights at which they attend; the others alone read
-    `patch`, the side of their patches.
+    `patch`, the side of their patches. checkpointing: forget what blocks compute, and compute it again for their gradients.
 
     >>> model = build("unet", (1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, attention=(4,))
     >>> model(torch.zeros(5, 1, 8, 8), torch.arange(5)).shape
@@ -68,10 +69,10 @@ def build(
         raise Mistake(f"a model needs at least one block and a dropout in [0, 1), got {blocks=} and {dropout=}")
     if kind in ("unet", "adm"):
         levels = tuple(multipliers), blocks, tuple(attention)
-        return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm")
+        return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm", checkpointing=checkpointing)
     if kind in ("dit", "uvit"):
         make = DiT if kind == "dit" else UViT
-        return make(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale)
+        return make(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, checkpointing)
     raise Mistake(f"unknown kind of model {kind!r}; known: adm, dit, unet, uvit")
 
 
