@@ -93,3 +93,17 @@ def test_signals_are_described_by_their_bins(tmp_path, capsys):
     trained(replace(UNET, updates=2), tmp_path / "run")
     script["main"](["--run", str(tmp_path / "run"), "--probes", "4", "--samples", "8", "--batch", "32"])
     assert "run after 2 updates, 4 probes of 32" in capsys.readouterr().out
+
+
+def test_the_page_on_scaling_shows_what_the_script_prints(capsys):
+    script = runpy.run_path(str(ROOT / "scaling.py"))
+    script["main"]()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    page = (ROOT.parent / "docs" / "scaling.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("|")] == printed
+    # the papers' own counts: 675 M and 118.6 G multiplications (2212.09748, Table 4), 501 M (2209.12152, Table 1)
+    assert "| DiT-XL/2 | 674.8 M | 237.2 GFLOP |" in page
+    assert "| U-ViT-H/2 | 500.8 M |" in page
+    # a probe by hand: 2·3 forwards, and 2·ceil(125/32) for the 125 of 1000 times that each of 8 ranks with 32 images has
+    assert script["adaptive"](script["nc"].Adaptive(), 256, 8) == 14
+    assert script["adaptive"](script["nc"].Adaptive(), 128, 1) == pytest.approx(21.6, abs=0.05)

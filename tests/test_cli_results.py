@@ -175,7 +175,7 @@ def test_evaluations_end_with_the_training(updates, every):
 MISTAKES = {
     "compare": "Missing from noiseclock compare: RECIPE",
     "compare digts": "noiseclock: unknown recipe 'digts' (did you mean digits?); known: digits, mnist,",
-    "compare celebahq-ldm": "noiseclock: the recipe 'celebahq-ldm' is written down but cannot run: it trains on latents",
+    "compare celebahq-ldm": "noiseclock: there are no latents in data/celebahq-latents: it has no index.json; make them with noiseclock encode\n",
     "compare digits --samplers unifrom": "noiseclock: unknown method 'unifrom' (did you mean uniform?); known: uniform, adaptive,",
     "compare digits --samplers uniform lsm uniform": "noiseclock: the methods of a comparison must differ, got uniform, lsm, uniform\n",
     "compare digits --samplers": "noiseclock: a comparison needs at least one of its methods\n",

@@ -427,10 +427,10 @@ def test_nothing_to_load_is_a_mistake(tmp_path):
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint, "FORMAT", 3)
     save(tmp_path, 1, state_of(1))
     monkeypatch.undo()
-    with pytest.raises(Mistake, match="has format 2, this version reads 1"):
+    with pytest.raises(Mistake, match="has format 3, this version reads 1 and 2"):
         load(tmp_path)
 
 

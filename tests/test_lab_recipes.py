@@ -18,7 +18,7 @@ from noiseclock.lab import wording
 from noiseclock.lab.built import network
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import count
-from noiseclock.lab.recipes import FIXED, FREE, RECIPES, Recipe, entry_of, recipe
+from noiseclock.lab.recipes import FIXED, FREE, RECIPES, Recipe, recipe
 from noiseclock.lab.trained import recipe_of
 
 # --- what the papers print ----------------------------------------------------------------------------------------------------------------
@@ -45,6 +45,7 @@ def test_cifar10_sprint_is_a_narrow_model_for_20k_steps():
 
 def test_celebahq_is_table_8_of_the_adaptive_paper():
     name = "celebahq-ldm"
+    assert values(name, "data", "size") == ("latents:data/celebahq-latents", None)
     assert values(name, "channels", "multipliers", "blocks", "dropout") == (224, (1, 2, 3, 4), 2, 0.0)
     assert values(name, "optimizer", "betas", "lr", "batch", "ema") == ("adamw", (0.9, 0.999), 1.92e-4, 24, 0.9999)
     assert values(name, "solver", "solver_steps") == ("ddim", 200)
@@ -66,33 +67,38 @@ def test_imagenet_is_table_9_of_the_adaptive_paper():
 
 def test_coco_is_as_u_vit_released_it():
     name = "coco-t2i"
-    assert values(name, "model", "channels", "blocks", "patch", "head_channels") == ("uvit", 512, 12, 2, 64)  # 8 heads
+    assert values(name, "model", "channels", "blocks", "head_channels") == ("uvit", 512, 12, 64)  # 8 heads
     assert values(name, "optimizer", "lr", "betas", "weight_decay", "warmup", "batch") == ("adamw", 2e-4, (0.9, 0.9), 0.03, 5000, 256)
     assert values(name, "conditional", "drop_labels", "updates", "ema") == (True, 0.1, 1_000_000, 0.9999)
 
 
-@pytest.mark.parametrize("name", ["ffhq-dit", "metfaces-dit"])
-def test_faces_are_as_in_speed(name):
-    assert values(name, "model", "channels", "blocks") == ("dit", 1152, 28)  # DiT-XL
+@pytest.mark.parametrize("name", ["ffhq-dit", "metfaces-dit", "imagenet-dit"])
+def test_dit_is_as_in_speed(name):
+    assert values(name, "model", "channels", "blocks", "patch") == ("dit", 1152, 28, 2)  # DiT-XL/2
+    if name == "imagenet-dit":
+        assert values(name, "conditional", "drop_labels", "updates") == (True, 0.1, 400_000)
+        return
     assert values(name, "optimizer", "lr", "schedule", "steps", "ema", "updates") == ("adamw", 1e-4, "linear", 1000, 0.9999, 50_000)
 
 
 # --- every recipe works -------------------------------------------------------------------------------------------------------------------
 
-SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32), "folder": (3, 64, 64)}  # 64×64: LDM's latents, too
-LATENTS = {"imagenet-uvit": ((4, 32, 32), 1000), "coco-t2i": ((4, 32, 32), None)}  # their shape, and the classes of the data
+SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32), "latents": (4, 32, 32), "latents:data/celebahq-latents": (3, 64, 64)}
+SHAPES |= {"captions": (3, 64, 64)}
 CLIP = SimpleNamespace(empty=torch.zeros(77, 768))  # captions as ViT-L/14 embeds them
 MILLIONS = {
     "digits": 0.7, "mnist": 1.6, "cifar10-linear": 35.7, "cifar10-cosine": 35.7, "cifar10-quadratic": 35.7, "cifar10-sprint": 9.0,
-    "ffhq-dit": 674, "metfaces-dit": 674, "celebahq-ldm": 274, "imagenet-uvit": 501, "coco-t2i": 45,
+    "cifar10-edm": 35.7, "cifar10-flow": 35.7,
+    "ffhq-dit": 674, "metfaces-dit": 674, "celebahq-ldm": 274, "imagenet-uvit": 501, "imagenet-dit": 675, "coco-t2i": 45,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MILLIONS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_parameters_that_it_says(name):
     entry = RECIPES[name]
-    shape, classes = LATENTS.get(name) or (SHAPES[entry.recipe.data.partition(":")[0]], None)
-    data = SimpleNamespace(shape=shape, classes=classes, texts=CLIP if name == "coco-t2i" else None, name="")
+    shape = SHAPES.get(entry.recipe.data) or SHAPES[entry.recipe.data.partition(":")[0]]
+    told = name == "coco-t2i"
+    data = SimpleNamespace(shape=shape, classes=None if told else 1000, texts=CLIP if told else None, name="")
     with torch.device("meta"):
         parameters = count(network(entry.recipe, data, entry.recipe.clock())) / 1e6
     stated = MILLIONS[name]
@@ -114,20 +120,14 @@ def test_a_recipe_comes_back_from_its_json(name):
     assert str(settings.clock()) == str(recipe_of(settings.settings()).clock())
 
 
-@pytest.mark.parametrize("name", ["celebahq-ldm", "imagenet-uvit", "coco-t2i"])
-def test_recipes_on_latents_say_what_they_miss(name):
-    with pytest.raises(Mistake, match=f"'{name}' is written down but cannot run: it trains on latents"):
-        recipe(name)
-    assert entry_of(name).recipe.size == 256
-
-
-def test_the_others_can_run():
+def test_all_are_found_and_say_what_they_need():
     for name, entry in RECIPES.items():
-        if not entry.missing:
-            assert recipe(name) is entry.recipe
+        assert recipe(name) is entry.recipe
         assert entry.about
         assert entry.needs
         assert entry.cost
+    with pytest.raises(Mistake, match="unknown recipe 'digit'"):
+        recipe("digit")
 
 
 def test_settings_are_free_or_fixed():

@@ -17,6 +17,7 @@ ALLOWED = {
     "lab": {"core", "lab"},
     "integrations": {"core", "integrations"},
     "cli.py": {"core", "lab"},
+    "cli_latents.py": {"core", "lab", "cli"},
     "cli_results.py": {"core", "lab", "cli"},
     "__init__.py": {"core"},
 }

@@ -1,4 +1,5 @@
-"""The command line: `noiseclock train | sample | embed | evaluate | export | compare | report | analyze | watch | recipes | doctor`.
+"""The command line: `noiseclock train | sample | evaluate | export | compare | report | analyze | watch | recipes | doctor`, and those for latents
+and captions.
 
 Exit status: 0 for success, 2 for a mistake of the user's, 1 for a run that could not go on, 130 after Ctrl-C and 143 after SIGTERM. Imports are
 inside the commands: help should not wait for diffusers.
@@ -40,6 +41,9 @@ USAGE = """noiseclock: which noise level a diffusion model trains on next, and w
   noiseclock compare RECIPE [options]    train every method with several seeds, and say what the choice buys
   noiseclock report RESULTS [options]    what a comparison found, as one page (compare writes it too)
   noiseclock analyze RECIPE [options]    the papers' measurements: gradient variance, interdependence, densities through training
+
+  noiseclock train-autoencoder DATA      a small autoencoder of your pictures
+  noiseclock encode DATA [options]       the latents of pictures, once and for all, to be trained on as latents:FOLDER
 
   noiseclock doctor                      what this machine has, what is missing and how to get it
 
@@ -333,9 +337,12 @@ def export(argv: list[str]) -> int:
     """`noiseclock export`."""
     options = _parsed(Export, argv, "noiseclock export")
     from noiseclock.lab.export import export as write
+    from noiseclock.lab.latents import Latents
     from noiseclock.lab.trained import opened
 
     run = opened(options.folder, step=options.step)
+    if isinstance(run.data, Latents):
+        raise Mistake("diffusers has no pipeline for a model of latents that are scaled by channel; noiseclock sample gives its pictures")
     write(run.net, run.clock.schedule, run.clock.objective, options.out, run.recipe.variance)
     console.print(f"{options.out}: a diffusers pipeline of {options.folder} at update {run.step:,}")
     return 0
@@ -352,7 +359,6 @@ def recipes(argv: list[str]) -> int:
     table = Table.grid(padding=(0, 2))
     for name, entry in RECIPES.items():
         lines = [(f"{entry.about}\n", ""), (f"needs {entry.needs}; {entry.cost}", "dim")]
-        lines += [(f"\ncannot run yet: {entry.missing}", "yellow")] if entry.missing else []
         table.add_row(Text(name, "bold", no_wrap=True), Text.assemble(*lines))
     console.print(table)
     return 0
@@ -385,12 +391,19 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": lambda argv: _results().report(argv),
     "analyze": lambda argv: _results().analyze(argv),
     "watch": lambda argv: _results().watch(argv),
+    "train-autoencoder": lambda argv: _latents().train_autoencoder(argv),
+    "encode": lambda argv: _latents().encode(argv),
 }
 
 
 def _results() -> ModuleType:
     """The commands about comparisons, in a file of their own."""
     return import_module("noiseclock.cli_results")
+
+
+def _latents() -> ModuleType:
+    """The commands about latents, likewise."""
+    return import_module("noiseclock.cli_latents")
 
 
 def _parsed(kind: type[Options], argv: list[str], program: str, default: Any = None) -> Options:
@@ -418,9 +431,9 @@ class _bar:
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(text, total=total)
 
-    def __enter__(self) -> Callable[[int], None]:
+    def __enter__(self) -> Callable[..., None]:
         self._bar.start()
-        return lambda done: self._bar.update(self._task, completed=done)
+        return lambda done, total=None: self._bar.update(self._task, completed=done, total=total)  # a total of None stays as it was
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from noiseclock.core.clock import Clock
 from noiseclock.lab.captured import CapturedForward
-from noiseclock.lab.data import Files, Images
+from noiseclock.lab.data import Data
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.generate import generate
+from noiseclock.lab.latents import Latents
 from noiseclock.lab.models import build, time_scale
 from noiseclock.lab.recipes import Recipe
 
 WORTH_COMPILING = 200_000  # steps of single pictures
 
 
-def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
+def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
     """The network of a recipe, for its data."""
     if recipe.conditional and data.classes is None and data.texts is None:
         raise Mistake(f"{data.name} has no classes, so a model of it cannot be conditional")
@@ -26,17 +27,17 @@ def network(recipe: Recipe, data: Images | Files, clock: Clock) -> Any:
     return build(
         recipe.model, data.shape, classes=data.classes if recipe.conditional else None, channels=recipe.channels, multipliers=recipe.multipliers,
         blocks=recipe.blocks, attention=recipe.attention, head_channels=recipe.head_channels, patch=recipe.patch, dropout=recipe.dropout,
-        time_scale=time_scale(clock.schedule), empty=empty,
+        time_scale=time_scale(clock.schedule), checkpointing=recipe.checkpointing, empty=empty,
     )  # fmt: skip
 
 
 def sampled(
-    net: Any, recipe: Recipe, clock: Clock, data: Images | Files, n: int, *, seed: int = 0, guidance: float = 1.0,
+    net: Any, recipe: Recipe, clock: Clock, data: Data, n: int, *, seed: int = 0, guidance: float = 1.0,
     solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
     prompts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn, of the embedded
-    `prompts` (m, L, D) in turn, or of the captions of held-out images.
+    `prompts` (m, L, D) in turn, or of the captions of held-out images; of latents, decoded.
 
     On a GPU every batch has the same size, `batch` at most, because a graph belongs to one; the network is compiled where the recipe says so and
     there are enough steps to pay for the minute that it takes.
@@ -58,6 +59,7 @@ def sampled(
         return generate(
             predict, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
             guidance=guidance, null=null, device=device, variance=recipe.variance, progress=progress,
+            decode=data.decoded if isinstance(data, Latents) else None,
         )[:wanted]  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from noiseclock.lab.encoder import Embedded, Encoder
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import write_json
 from noiseclock.lab.sources import Folder
+from noiseclock.lab.stored import Stored
 
 CAPTIONS, INDEX, EMPTY = "captions.jsonl", "index.json", "empty.safetensors"
 SHARD = 8192  # captions of one file: 1 GB of CLIP ViT-L/14's
@@ -273,9 +274,11 @@ def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | to
     return tokens[1:]
 
 
-def refuse_other_encoder(net: Any, weights: Mapping[str, Tensor]) -> None:
+def refuse_other_encoder(net: Any, weights: Mapping[str, Tensor | Stored]) -> None:
     """A mistake where a checkpoint's weights have learned captions that another encoder embedded than those of the data at hand."""
-    if isinstance(net.null, Tensor) and "null" in weights and not _alike(weights["null"], net.null):
+    known = weights.get("null")
+    known = known.whole() if isinstance(known, Stored) else known
+    if isinstance(net.null, Tensor) and known is not None and not _alike(known, net.null):
         raise Mistake("the captions have been embedded anew since this training began, by another encoder or length; embed them as they were")
 
 

@@ -33,6 +33,7 @@ def why_not_captured(recipe: Recipe, device: torch.device, world: int, shard: bo
         f"this runs on {device.type}": device.type != "cuda",
         "there are several processes, which wait for each other between forward and step": world > 1 or shard,
         f"an update has {recipe.accumulate} micro-batches": recipe.accumulate > 1,
+        "dropout is recomputed, and a graph cannot go back to earlier random numbers": recipe.checkpointing and recipe.dropout > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -4,10 +4,16 @@ A state is nested dicts, lists and tuples of tensors, numbers, strings, bools an
 
     checkpoints/step-00001234/tensors.safetensors   all tensors, by their place in the state: "model.conv_in.weight"
                               state.json            everything else, with a placeholder for each tensor
-                              SHA256SUMS            of both, as `sha256sum --check` reads it
+                              SHA256SUMS            of all files, as `sha256sum --check` reads it
 
-It is written beside its final place, brought to the disk, and renamed into place: under the name "step-..." there is never half a checkpoint. Only
-then are older ones removed. Of a folder, one process may save (see folder.lock); any number may load meanwhile.
+Where a model is spread over processes (FSDP2), each writes the rows that it holds, and none ever has the whole:
+
+                              part-00000-of-00008.safetensors   rows of the tensors that are spread, by the same names
+
+Whoever loads it sees whole tensors, or asks for some rows of them, on any number of processes.
+
+A checkpoint is written beside its final place, brought to the disk, and renamed into place: under the name "step-..." there is never half of one.
+Only then are older ones removed. Of a folder, one training may save (see folder.lock); any number of processes may load meanwhile.
 """
 
 from __future__ import annotations
@@ -19,20 +25,27 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import sync
+from noiseclock.lab.processes import all_or_none
+from noiseclock.lab.shards import my_rows
+from noiseclock.lab.stored import Files, Stored
 
-FORMAT = 1  # of the files; raised when an older reader would misread them
+FORMAT, SPREAD_FORMAT = 1, 2  # of the files, without and with parts; raised when an older reader would misread them
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
+T = TypeVar("T")
 
 
 class _Damaged(Exception):
@@ -42,30 +55,60 @@ class _Damaged(Exception):
 # --- saving -------------------------------------------------------------------------------------------------------------------------------
 
 
-def save(folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
+def save(folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *, keep: int = 2, accelerator: Accelerator | None = None) -> Path:
     """Save the state of a step and return its path; then keep the last `keep` checkpoints up to this one.
 
     Later ones, left by a run that went further before it was resumed from an earlier step, are removed as well. A Failure if it cannot be
-    written: then nothing has changed, and the message names the newest checkpoint that is whole.
+    written: then nothing has changed, and the message names the newest checkpoint that is whole. accelerator: of all processes, where tensors of
+    the state are spread over them: then all must save, into a folder that all see.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must be at least 0 and keep at least 1, got {step} and {keep}")
-    tensors: dict[str, Tensor] = {}
-    text = json.dumps({"format": FORMAT, "step": step, "state": _encode(state, (), tensors)}, allow_nan=False)
+    main, rank, world = (True, 0, 1) if accelerator is None else (accelerator.is_main_process, accelerator.process_index, accelerator.num_processes)
+    kept = _Kept(None if accelerator is None else {}, whole=main)
+    content = {"format": FORMAT, "step": step, "state": _encode(state, (), kept)}
+    if kept.parts:
+        content |= {"format": SPREAD_FORMAT, "parts": world}
+    text = json.dumps(content, allow_nan=False)
     parent = Path(folder) / "checkpoints"
     final, unfinished, replaced = (parent / f"{kind}-{step:08d}" for kind in ("step", "tmp", "old"))
+
+    def together() -> Any:
+        return nullcontext() if accelerator is None else all_or_none(accelerator)
+
+    with together(), _nothing_left(folder, step, unfinished):
+        if main:
+            parent.mkdir(parents=True, exist_ok=True)
+            for left in parent.glob("tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            unfinished.mkdir()
+    sums: list[str] = [""] * world
+    if kept.parts:
+        with together(), _nothing_left(folder, step, unfinished):
+            name = _part(rank, world)
+            save_file(kept.parts, unfinished / name)
+            sync(unfinished / name)
+            sums[rank] = _line(unfinished, name)
+        dist.all_gather_object(sums, sums[rank])
+    with together(), _nothing_left(folder, step, unfinished):
+        if main:
+            _write(unfinished, kept.tensors, text, "".join(sums))
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.rename(replaced)  # which is read in its place until the next line
+            unfinished.rename(final)
+            sync(parent)
+            sync(parent.parent)
+    if main:
+        _remove_all_but(parent, [s for s in steps(folder) if s <= step][-keep:])
+    return final
+
+
+@contextmanager
+def _nothing_left(folder: str | os.PathLike[str], step: int, unfinished: Path) -> Iterator[None]:
+    """What fails takes the unfinished checkpoint with it; a Failure where the disk is to blame."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        for left in parent.glob("tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        unfinished.mkdir()
-        _write(unfinished, tensors, text)
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)  # which is read in its place until the next line
-        unfinished.rename(final)
-        sync(parent)
-        sync(parent.parent)
+        yield
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, (OSError, SafetensorError)):
@@ -73,14 +116,16 @@ def save(folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *,
             stays = f"the newest whole one is {good}" if good else "there is no earlier one"
             raise Failure(f"could not save the checkpoint of step {step} ({_reason(error)}); {stays}") from error
         raise
-    _remove_all_but(parent, [s for s in steps(folder) if s <= step][-keep:])
-    return final
 
 
-def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
+def _part(rank: int, world: int) -> str:
+    return f"part-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def _write(path: Path, tensors: dict[str, Tensor], text: str, sums: str) -> None:
     save_file(tensors, path / TENSORS)
     (path / STATE).write_text(text, encoding="ascii")
-    (path / SUMS).write_text("".join(f"{_digest(path / name)}  {name}\n" for name in (TENSORS, STATE)), encoding="ascii")
+    (path / SUMS).write_text("".join(_line(path, name) for name in (TENSORS, STATE)) + sums, encoding="ascii")
     for name in (TENSORS, STATE, SUMS):
         sync(path / name)
     sync(path)
@@ -117,16 +162,40 @@ def load(folder: str | os.PathLike[str], step: int | None = None, device: str | 
     Where the newest is damaged, a warning names it and the one before is loaded. A Mistake if there is none to load.
     Torch's optimisers and generators want parts of their state on the CPU and move the rest themselves: load for them on the CPU.
     """
+
+    def read(path: Path) -> Any:
+        content, files = _opened(path)
+        try:
+            return _decode(content["state"], files, lambda stored: stored.whole().to(device))
+        finally:
+            files.close()
+
+    return _first_whole(folder, step, read)
+
+
+@contextmanager
+def reading(folder: str | os.PathLike[str], *, lazy: Collection[str]) -> Iterator[tuple[int, Any]]:
+    """As `load`, but under the keys `lazy` of the state each tensor is a `Stored`, to be read while this lasts: all of it, or some rows."""
+    step, (content, files) = _first_whole(folder, None, _opened)
+    try:
+        takes: dict[bool, Callable[[Stored], Any]] = {True: lambda stored: stored, False: Stored.whole}
+        yield step, {key: _decode(value, files, takes[key in lazy]) for key, value in content["state"].items()}
+    finally:
+        files.close()
+
+
+def _first_whole(folder: str | os.PathLike[str], step: int | None, read: Callable[[Path], T]) -> tuple[int, T]:
+    """The step and what `read` gives, of the newest checkpoint that is not damaged, or of the one asked for."""
     found = _found(Path(folder) / "checkpoints")
     if step is not None and step not in found:
         raise Mistake(f"{folder} has no checkpoint of step {step}; it has: {', '.join(map(str, sorted(found))) or 'none'}")
     for candidate in [step] if step is not None else sorted(found, reverse=True):
         try:
-            return candidate, _read(found[candidate], torch.device(device))
+            return candidate, read(found[candidate])
         except (_Damaged, OSError, SafetensorError) as error:
             if step is not None:
                 raise Mistake(f"the checkpoint {found[candidate]} is damaged ({error}); load another step") from error
-            warnings.warn(f"the checkpoint {found[candidate]} is damaged ({error}) and is passed over", stacklevel=2)
+            warnings.warn(f"the checkpoint {found[candidate]} is damaged ({error}) and is passed over", stacklevel=3)
     raise Mistake(f"{folder} has no checkpoint that could be loaded; start again in another folder, or remove its checkpoints")
 
 
@@ -152,53 +221,80 @@ def _found(parent: Path) -> dict[int, Path]:
 
 
 def _check(path: Path) -> None:
-    """Raise unless both files are, to the bit, what was saved."""
-    lines = (path / SUMS).read_bytes().decode("ascii", "replace").splitlines()
+    """Raise unless all files are, to the bit, what was saved."""
+    lines = (path / SUMS).read_bytes().decode("ascii", "replace").splitlines(keepends=True)
     for name in (TENSORS, STATE):
-        if f"{_digest(path / name)}  {name}" not in lines:
-            raise _Damaged(f"{name} does not have the checksum that was noted when it was saved")
+        _compare(path, name, lines)
+    for name in _parts(json.loads((path / STATE).read_bytes())):
+        _compare(path, name, lines)
 
 
-def _read(path: Path, device: torch.device) -> Any:
+def _compare(path: Path, name: str, lines: Collection[str]) -> None:
+    if _line(path, name) not in lines:
+        raise _Damaged(f"{name} does not have the checksum that was noted when it was saved")
+
+
+def _opened(path: Path) -> tuple[Any, Files]:
+    """What state.json says, and the files with the tensors."""
     _check(path)
     content = json.loads((path / STATE).read_bytes())
-    if content["format"] != FORMAT:
-        raise Mistake(f"{path} has format {content['format']}, this version reads {FORMAT}; use the version of noiseclock that wrote it")
-    # Copies, because on the CPU the tensors are windows on the file: to keep it open would stop a network file system from deleting it.
-    tensors = {name: tensor.to(device, copy=True) for name, tensor in load_file(path / TENSORS).items()}
-    return _decode(content["state"], tensors)
+    if content["format"] not in (FORMAT, SPREAD_FORMAT):
+        known = f"{FORMAT} and {SPREAD_FORMAT}"
+        raise Mistake(f"{path} has format {content['format']}, this version reads {known}; use the version of noiseclock that wrote it")
+    return content, Files(path / TENSORS, [path / name for name in _parts(content)])
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _parts(content: Mapping[str, Any]) -> list[str]:
+    world = content.get("parts", 0)
+    return [_part(rank, world) for rank in range(world)]
+
+
+def _line(path: Path, name: str) -> str:
+    """As `sha256sum` writes it."""
+    with (path / name).open("rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
 
 
 # --- the state as JSON and tensors --------------------------------------------------------------------------------------------------------
 
 # What JSON lacks is an object with one of these keys alone: {"$tuple": [1, 2]}. A dict with keys that are no strings, or that could be taken for
 # one of these, is a list of pairs.
-TENSOR, TUPLE, FLOAT, PAIRS = "$tensor", "$tuple", "$float", "$pairs"
+TENSOR, SPREAD, TUPLE, FLOAT, PAIRS = "$tensor", "$spread", "$tuple", "$float", "$pairs"
 
 
-def _encode(value: Any, place: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """The value as JSON; its tensors go to `tensors`. Subclasses of dict, tuple and so on come back as the plain type."""
+class _Kept:
+    """The tensors of a state by name: those that are whole, which only one process needs, and this process's rows of those that are spread."""
+
+    def __init__(self, parts: dict[str, Tensor] | None, *, whole: bool) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.parts, self._whole = parts, whole
+
+    def put(self, tensor: Tensor, place: tuple[str, ...]) -> dict[str, str]:
+        """Take a copy, and say under which name."""
+        mine = None if self.parts is None else my_rows(tensor)
+        if mine is not None and self.parts is not None:
+            return {SPREAD: _put(mine, place, self.parts)}
+        return {TENSOR: _put(tensor, place, self.tensors) if self._whole else ""}
+
+
+def _encode(value: Any, place: tuple[str, ...], kept: _Kept) -> Any:
+    """The value as JSON; its tensors go to `kept`. Subclasses of dict, tuple and so on come back as the plain type."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: str(float(value))}
     if isinstance(value, Tensor):
-        return {TENSOR: _put(value, place, tensors)}
+        return kept.put(value, place)
     if isinstance(value, (list, tuple)):
-        items = [_encode(item, (*place, str(i)), tensors) for i, item in enumerate(value)]
+        items = [_encode(item, (*place, str(i)), kept) for i, item in enumerate(value)]
         return {TUPLE: items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        inner = {key: _encode(item, (*place, str(key)), tensors) for key, item in value.items()}
+        inner = {key: _encode(item, (*place, str(key)), kept) for key, item in value.items()}
         if all(isinstance(key, str) and not key.startswith("$") for key in inner):
             return inner
         if any(isinstance(key, (Tensor, tuple)) for key in inner):
             raise TypeError(f"{'.'.join(place) or 'the state'} has a key that is neither a string nor a number; a checkpoint cannot hold it")
-        return {PAIRS: [[_encode(key, place, tensors), item] for key, item in inner.items()]}
+        return {PAIRS: [[_encode(key, place, kept), item] for key, item in inner.items()]}
     known = "dicts, lists, tuples, tensors, numbers, strings, bools and None"
     raise TypeError(f"{'.'.join(place) or 'the state'} is a {type(value).__name__}; a checkpoint holds {known}")
 
@@ -215,18 +311,20 @@ def _put(tensor: Tensor, place: tuple[str, ...], tensors: dict[str, Tensor]) -> 
     return name
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, files: Files, take: Callable[[Stored], Any]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, files, take) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not (tag := next(iter(value))).startswith("$"):
-        return {key: _decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, files, take) for key, item in value.items()}
     inner = value[tag]
     if tag == TENSOR:
-        return tensors[inner]
+        return take(files.whole(inner))
+    if tag == SPREAD:
+        return take(files.spread(inner))
     if tag == TUPLE:
-        return tuple(_decode(item, tensors) for item in inner)
+        return tuple(_decode(item, files, take) for item in inner)
     if tag == FLOAT:
         return float(inner)
-    return {_decode(key, tensors): _decode(item, tensors) for key, item in inner}
+    return {_decode(key, files, take): _decode(item, files, take) for key, item in inner}

@@ -33,11 +33,12 @@ from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
 from noiseclock.lab.built import sampled
-from noiseclock.lab.data import head, load
+from noiseclock.lab.data import head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
 from noiseclock.lab.interrupt import listening
+from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe, completed, entry_of
 from noiseclock.lab.results import OF_THE_CELL, VERSION
@@ -55,7 +56,8 @@ class Plan:
     """What is compared, and how it is looked at.
 
     recipe: its name. base: the recipe itself, whose sampler, weighting, learning rate and seed the cells replace. methods: the first is the
-    baseline. every: updates between evaluations. samples: pictures in each, 0 for none. vlb_images: for bits per dimension, 0 for none.
+    baseline. every: updates between evaluations. samples: pictures in each, 0 for none. vlb_images: for bits per dimension, 0 for none;
+    latents have none.
     """
 
     recipe: str
@@ -213,6 +215,8 @@ def _outlived() -> None:
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
+    if plan.base.data.startswith("latents:"):
+        load(plan.base.data, size=plan.base.size)  # which costs nothing; its mistakes come before anything is written
     path, mine = folder / "compare.json", plain(plan.config())
     if path.exists():
         theirs = _config(folder)
@@ -260,15 +264,16 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
     recipe, schedule = run.recipe, run.clock.schedule
     logged = _lines(folder / "log.jsonl", kind="validation")[step]
     point: dict[str, Any] = {"step": step, "images": step * recipe.batch, "seconds": logged["seconds"], "validation": logged["loss"]}
-    if plan.vlb_images and isinstance(schedule, Discrete):
-        held_out = load(recipe.data, split="test", size=recipe.size)
+    if plan.vlb_images and isinstance(schedule, Discrete) and not isinstance(run.data, Latents):
+        held_out = load_images(recipe.data, split="test", size=recipe.size)
         point["bits"] = bits_per_dim(
             run.net, schedule, run.clock.objective, held_out, n=plan.vlb_images, steps=plan.vlb_steps, variance=recipe.variance,
             conditional=recipe.conditional, device=device,
         ).mean  # fmt: skip
     if plan.samples:
+        known = pictured(run.data)  # first, because they may be gone
         images = sampled(run.net, recipe, run.clock, run.data, plan.samples, device=device)
-        s = compare_images(images, run.data, solver=recipe.solver, steps=recipe.solver_steps, device=device)
+        s = compare_images(images, known, solver=recipe.solver, steps=recipe.solver_steps, device=device)
         point |= {"frechet": s.frechet, "kernel": s.kernel.mean, "precision": s.precision, "recall": s.recall}
         point |= {"samples": s.count, "solver": s.solver, "solver_steps": s.steps, "frechet_name": s.frechet_name}
     if step == recipe.updates:

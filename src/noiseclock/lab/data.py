@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from noiseclock.lab.captions import Captioned, Texts
 from noiseclock.lab.classics import CLASSICS
 from noiseclock.lab.errors import Failure, Mistake, choose
+from noiseclock.lab.latents import Latents
 from noiseclock.lab.order import Order, flips, uniforms
 from noiseclock.lab.sources import SPLITS, Folder, Hub, Source, Unreadable
 
@@ -118,7 +119,22 @@ class Files(Dataset[Tensor]):
         return read
 
 
-def load(name: str, *, split: str = "train", size: int | None = None) -> Images | Files:
+Data = Images | Files | Latents
+
+
+def load(name: str, *, split: str = "train", size: int | None = None) -> Data:
+    """The data of a split, "train" or "test": the images that `load_images` knows by name, or of latents:PATH the latents."""
+    kind, colon, place = name.partition(":")
+    if not colon or kind != "latents":
+        return load_images(name, split=split, size=size)
+    if not place:
+        raise Mistake(f"{name!r} lacks a path; say latents:PATH")
+    if size is not None:
+        raise Mistake(f"latents have the size that they were encoded with, got size={size}; leave it out")
+    return Latents(place, split)
+
+
+def load_images(name: str, *, split: str = "train", size: int | None = None) -> Images | Files:
     """The images of a split, "train" or "test".
 
     name: digits, mnist, cifar10, folder:PATH (images, perhaps in folders by class), hf:NAME_OR_PATH (a Hugging Face dataset, which may have
@@ -137,11 +153,29 @@ def load(name: str, *, split: str = "train", size: int | None = None) -> Images 
         return gather(f"{name} {split}", source, size)
     if name and name not in CLASSICS and Path(name).expanduser().is_dir():
         raise Mistake(f"{name!r} is a folder; say folder:{name}")
-    choose("data", name, [*CLASSICS, "folder:PATH", "hf:NAME_OR_PATH", "captions:PATH"])
+    choose("data", name, [*CLASSICS, "folder:PATH", "hf:NAME_OR_PATH", "latents:PATH", "captions:PATH"])
     pixels, labels = CLASSICS[name](choose("split", split, SPLITS))
     if size not in (None, pixels.shape[-1]):
         raise Mistake(f"{name} has images of size {pixels.shape[-1]}, got size={size}; leave it out")
     return Images(f"{name} {split}", torch.from_numpy(np.require(pixels, requirements=["C", "W"])), torch.from_numpy(labels), classes=10)
+
+
+def pictured(data: Data) -> Images | Files:
+    """The images themselves: of latents, those that they were made of, which must still be there.
+
+    Not the decoded latents: compared with those a model would look better than it is, by all that the autoencoder loses.
+    """
+    if not isinstance(data, Latents):
+        return data
+    name, size = data.source
+    try:
+        found = load_images(name, split=data.split, size=size)
+    except Mistake as error:
+        raise Mistake(f"samples are compared with the images that {data.folder} was made of, and they cannot be had: {error}") from error
+    if len(found) != len(data) or found.shape != data.picture_shape:
+        then, now = (f"{count:,} of {'x'.join(map(str, shape))}" for count, shape in ((len(data), data.picture_shape), (len(found), found.shape)))
+        raise Mistake(f"{found.name} has changed since {data.folder} was made of it, from {then} to {now}; encode it again")
+    return found
 
 
 def gather(name: str, source: Source, size: int | None) -> Images | Files:
@@ -198,7 +232,7 @@ def nothing_readable(name: str, count: int, reason: str) -> Mistake:
 
 
 def batches(
-    data: Images | Files,
+    data: Data,
     batch: int,
     *,
     seed: int,
@@ -209,7 +243,8 @@ def batches(
     flip: bool = False,
     workers: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Endless batches on `device`: images (batch, C, H, W), float32 in [-1, 1], and labels (batch,), captions (batch, L, D) or None.
+    """Endless batches on `device`: images (batch, C, H, W), float32 in [-1, 1], or latents as a network sees them; and labels (batch,), captions
+    (batch, L, D) or None.
 
     Batch k of a rank holds the places (k·world_size + rank)·batch onwards of the order that `seed` gives. start: the first k, that is, how many
     batches this rank has had. flip: mirror half of the images, by seed and place, which also choose one of an image's captions.
@@ -221,6 +256,10 @@ def batches(
     if not 0 <= rank < world_size:
         raise Mistake(f"rank must lie in 0..{world_size - 1}, got {rank}")
     places = range((start * world_size + rank) * batch, sys.maxsize, world_size * batch)
+    if isinstance(data, Latents):
+        if flip:
+            data.check_flips()
+        return data.batches(places, batch, seed=seed, device=torch.device(device), flip=flip)
     return _stream(data, batch, seed, places, torch.device(device), flip, min(4, cpus()) if workers is None else workers)
 
 
@@ -271,9 +310,11 @@ def scaled(pixels: Tensor) -> Tensor:
     return pixels.float() / 127.5 - 1
 
 
-def head(data: Images | Files, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
+def head(data: Data, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
     """The first n images (n, C, H, W), or as many as there are, scaled to [-1, 1], and their labels (n,), first captions (n, L, D) or
     None: a fixed batch of held-out data."""
+    if isinstance(data, Latents):
+        return data.head(n, device)
     n = min(n, len(data))
     if isinstance(data, Images):
         pixels, index = data.pixels[:n], torch.arange(n)

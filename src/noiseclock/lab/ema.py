@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from noiseclock.core.directions import local
 from noiseclock.lab.moments import by_size
-from noiseclock.lab.shards import fill_, whole
+from noiseclock.lab.shards import fill_
+from noiseclock.lab.stored import Stored
 
 
 def _descend(means: list[Tensor], parameters: list[Tensor], weight: Tensor) -> None:
@@ -43,10 +44,10 @@ class EMA:
             _descend(means, parameters, weight)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole weights by name; all ranks must ask."""
-        return {name: whole(mean) for name, mean in zip(self._names, self._means, strict=True)}
+        """The weights by name; of a sharded network, spread as that is."""
+        return dict(zip(self._names, self._means, strict=True))
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor | Stored]) -> None:
         """Restore them."""
         for name, mean in zip(self._names, self._means, strict=True):
             fill_(mean, state[name])

@@ -36,7 +36,7 @@ from noiseclock.lab import classifier, inception, metrics
 from noiseclock.lab.built import placed
 from noiseclock.lab.cache import digest, remembered
 from noiseclock.lab.classifier import Classifier
-from noiseclock.lab.data import Files, Images, cpus, from_disk, head
+from noiseclock.lab.data import Data, Files, Images, cpus, from_disk, head
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.home import home
 from noiseclock.lab.inception import Inception
@@ -394,7 +394,7 @@ def strided_bound(
 def loss_curve(
     clock: Clock,
     predict: Predict,
-    data: Images | Files,
+    data: Data,
     *,
     n: int = 512,
     times: int = 50,

@@ -26,6 +26,7 @@ from noiseclock.core.objectives import Eps, Objective
 from noiseclock.core.schedules import EDM, VARIANCES, Discrete, Schedule
 from noiseclock.core.streams import GOLDEN, finalize, signed, uniform
 from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.order import normal
 
 Denoise = Callable[[Tensor, Tensor], Tensor]  # x (B, ...) and one time, a float64 tensor on the CPU -> x0 (B, ...)
 Noise = Callable[[int], Tensor]  # the number of a draw -> independent normals (B, ...)
@@ -50,29 +51,34 @@ def generate(
     null: int | Tensor | None = None,
     device: str | torch.device = "cpu",
     variance: str = "fixed-large",
+    decode: Callable[[Tensor], Tensor] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
     """n pictures, uint8 (n, *shape) on the CPU.
 
     predict: the model in evaluation mode, as predict(x_t, t), or with labels as predict(x_t, t, labels). labels: (n,), or captions
     (n, L, D). guidance: g moves the prediction to the g-fold of its distance from that for the label or caption `null`; 1 leaves it as it is.
-    variance: for "ddpm" alone. progress: told after every step how many steps of single pictures are done, of n·steps.
+    variance: for "ddpm" alone. decode: of a model of latents, from clean latents (B, *shape) to uint8 pictures (B, ...), which are then what is
+    returned. progress: told after every step how many steps of single pictures are done, of n·steps.
 
-    Picture i depends on (seed, i) alone, not on the batch or the device, but for rounding. Every predicted x0 is clipped to [-1, 1].
+    Picture i depends on (seed, i) alone, not on the batch or the device, but for rounding. Every predicted x0 is clipped to [-1, 1], where pixels
+    lie; those of latents, which have no bounds, are not.
     """
     _check(schedule, objective, n, batch, labels, guidance, null)
-    images = torch.empty((n, *shape), dtype=torch.uint8)
+    images = torch.empty(0)
     for first in range(0, n, batch):
         members = range(first, min(first + batch, n))
         wanted = None if labels is None else labels[first : members.stop].to(device)
-        denoise = _denoiser(predict, schedule, objective, wanted, guidance, null)
+        denoise = _denoiser(predict, schedule, objective, wanted, guidance, null, bounded=decode is None)
         noise = noise_of(seed, members, shape, device)
         for done, x in enumerate(solve(denoise, schedule, noise, solver=solver, steps=steps, variance=variance), 1):  # noqa: B007
             if progress is not None:
                 progress(first * steps + len(members) * done)
         if not bool(x.isfinite().all()):
             raise Failure("the model's predictions are not finite, so there is nothing to see; take an earlier checkpoint")
-        images[first : members.stop] = ((x + 1) * 127.5).round().clamp(0, 255).byte().cpu()
+        made = ((x + 1) * 127.5).round().clamp(0, 255).byte() if decode is None else decode(x)
+        images = images if first else torch.empty((n, *made.shape[1:]), dtype=torch.uint8)
+        images[first : members.stop] = made.cpu()
     return images
 
 
@@ -197,15 +203,13 @@ def noise_of(seed: int, members: range, shape: tuple[int, ...], device: str | to
     start = torch.tensor(own, device=device)[:, None] + place
 
     def draw(number: int) -> Tensor:
-        u = uniform(start, torch.tensor(number))
-        signed_unit = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)  # u = 0 would be -∞
-        return (math.sqrt(2) * torch.erfinv(signed_unit)).float().reshape(len(own), *shape)
+        return normal(uniform(start, torch.tensor(number))).reshape(len(own), *shape)
 
     return draw
 
 
 def _denoiser(
-    predict: Predict, schedule: Schedule, objective: Objective, labels: Tensor | None, guidance: float, null: int | Tensor | None
+    predict: Predict, schedule: Schedule, objective: Objective, labels: Tensor | None, guidance: float, null: int | Tensor | None, *, bounded: bool
 ) -> Denoise:
     """From a model's prediction to x0, with classifier-free guidance in one batch of twice the size."""
     copies = 1
@@ -222,7 +226,8 @@ def _denoiser(
         if copies == 2:
             with_label, without = prediction.chunk(2)
             prediction = without + guidance * (with_label - without)
-        return objective.to_x0(prediction, seen, a, s).clamp(-1, 1)
+        x0 = objective.to_x0(prediction, seen, a, s)
+        return x0.clamp(-1, 1) if bounded else x0
 
     return denoise
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from noiseclock.lab.shards import spread, whole
+from noiseclock.lab.shards import spread
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -19,8 +19,8 @@ def by_size(net: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def moments(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
-    """Whole tensors and numbers; all ranks must ask."""
-    return {name: {key: whole(value) for key, value in optimizer.state[p].items()} for name, p in named if p in optimizer.state}
+    """Tensors and numbers; of a sharded network, spread as that is."""
+    return {name: dict(optimizer.state[p]) for name, p in named if p in optimizer.state}
 
 
 def load_moments(optimizer: torch.optim.Optimizer, named: Named, kept: Mapping[Any, Mapping[str, Any]]) -> None:

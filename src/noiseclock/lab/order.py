@@ -6,6 +6,8 @@ own. So a stream starts at any place at no cost, and what all ranks see together
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,25 @@ from noiseclock.core.streams import GOLDEN, finalize, signed, uniform
 
 def uniforms(seed: int, purpose: str, first: int, count: int) -> Tensor:
     """(count,) uniforms on [0, 1) for the counters from `first` on; another purpose has another stream."""
+    return _uniforms(seed, purpose, first, count, "cpu")
+
+
+def normals(seed: int, purpose: str, first: int, count: int, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """(count, *shape) standard normals, float32 on `device`, for the counters from `first` on; the same on every device, but for rounding."""
+    each = math.prod(shape)
+    return normal(_uniforms(seed, purpose, first * each, count * each, device)).reshape(count, *shape)
+
+
+def normal(u: Tensor) -> Tensor:
+    """Uniforms on [0, 1) as standard normals, float32."""
+    signed_unit = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)  # u = 0 would be -∞
+    return (math.sqrt(2) * torch.erfinv(signed_unit)).float()
+
+
+def _uniforms(seed: int, purpose: str, first: int, count: int, device: torch.device | str) -> Tensor:
     start = finalize(finalize(seed) ^ int.from_bytes(purpose.encode()))
-    counter = torch.arange(first, first + count, device="cpu")
-    return uniform((counter + 1) * signed(GOLDEN) + signed(start), torch.zeros((), dtype=torch.int64, device="cpu"))
+    counter = torch.arange(first, first + count, device=device)
+    return uniform((counter + 1) * signed(GOLDEN) + signed(start), torch.zeros((), dtype=torch.int64, device=device))
 
 
 def flips(seed: int, first: int, count: int) -> Tensor:

@@ -37,7 +37,7 @@ from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
-from noiseclock.lab.data import Files, Images, batches, head, load
+from noiseclock.lab.data import Data, batches, head, load
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json
@@ -46,6 +46,7 @@ from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.moments import by_size, load_moments, moments
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
+from noiseclock.lab.random_state import random_state, set_random_state
 from noiseclock.lab.recipes import FIXED, Recipe, completed
 from noiseclock.lab.shards import blocks, spread, whole
 from noiseclock.lab.surroundings import surroundings
@@ -116,6 +117,7 @@ class Run:
         captured = not self.not_captured
         self._half = HalfWeights(self.net) if captured and recipe.precision == "bf16" else None
         self.predict: nn.Module = self._wrapped(shard)
+        self._sharded = isinstance(self.net, FSDPModule)
         weighting = self.clock.weighting
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
         lr = torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr
@@ -177,9 +179,9 @@ class Run:
             except (KeyError, TypeError, json.JSONDecodeError) as error:
                 raise Mistake(f"{config} is damaged; remove it, or choose another folder") from error
         if checkpoint.steps(self.folder):
-            self.step, state = checkpoint.load(self.folder)
-            self._refuse_other(state["settings"])
-            self._load(state)
+            with checkpoint.reading(self.folder, lazy=("model", "ema", "optimizer")) as (self.step, state):
+                self._refuse_other(state["settings"])
+                self._load(state)
         steps: list[Any] = [self.step] * self.world
         if self.world > 1:
             dist.all_gather_object(steps, self.step)
@@ -192,8 +194,8 @@ class Run:
             raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
 
     def _state(self) -> dict[str, Any]:
-        """What a resumed run needs; the same on every rank."""
-        mine = {"clock": self.clock.state_dict(), "random": _random_state(self.device)}
+        """What a resumed run needs; the same on every rank, but for the parts of what is spread over them."""
+        mine = {"clock": self.clock.state_dict(), "random": random_state(self.device)}
         ranks: list[Any] = [None] * self.world
         if self.world > 1:
             dist.all_gather_object(ranks, mine)
@@ -201,7 +203,7 @@ class Run:
             ranks = [mine]
         return {
             "settings": self.recipe.settings(),
-            "model": {name: whole(value) for name, value in self.net.state_dict().items()},
+            "model": dict(self.net.state_dict()),
             "ema": self.ema.state_dict(),
             "optimizer": {"state": moments(self.optimizer, self._named)},
             "ranks": ranks,
@@ -221,7 +223,7 @@ class Run:
         mine = state["ranks"][self.rank if same else 0]
         self.clock.load_state_dict(mine["clock"])  # last, because loading an optimiser is no update
         if same:
-            _set_random_state(mine["random"], self.device)
+            set_random_state(mine["random"], self.device)
         self.skipped, self.seconds = state["skipped"], state["seconds"]
 
     def save(self, log: Log | None) -> None:
@@ -233,7 +235,10 @@ class Run:
             if log is not None:  # on rank 0
                 with _writing(log.path):
                     log.sync()
-                checkpoint.save(self.folder, self.step, state)
+                if not self._sharded:
+                    checkpoint.save(self.folder, self.step, state)
+        if self._sharded:
+            checkpoint.save(self.folder, self.step, state, accelerator=self.accelerator)
 
     # --- the loop -----------------------------------------------------------------------------------------------------------------------
 
@@ -272,7 +277,7 @@ class Run:
                 self.save(log)
             raise
         except torch.OutOfMemoryError as error:
-            raise Failure(f"out of memory after update {self.step}; raise accumulate, lower batch, or use precision bf16") from error
+            raise Failure(f"out of memory after update {self.step}; raise accumulate, lower batch, or use checkpointing or precision bf16") from error
         finally:
             stream.close()
             if log is not None:
@@ -406,7 +411,7 @@ class Run:
     @contextmanager
     def _synchronised(self, last: bool) -> Iterator[None]:
         """Gradients of all but the last micro-batch stay on their rank."""
-        if isinstance(self.net, FSDPModule):
+        if self._sharded:
             self.net.set_requires_gradient_sync(last)
         no_sync = self.predict.no_sync() if isinstance(self.predict, DistributedDataParallel) and not last else nullcontext()
         with no_sync:
@@ -426,11 +431,17 @@ class Run:
     # --- what is seen on the way --------------------------------------------------------------------------------------------------------
 
     def averaged(self) -> Any:
-        """The network with the averaged weights, whole, in evaluation mode; all ranks must ask."""
-        weights = self.ema.state_dict()
+        """The network with the averaged weights, whole, in evaluation mode; on rank 0, but all ranks must ask."""
+        weights = {}
+        for name, value in {**self.net.state_dict(), **self.ema.state_dict()}.items():
+            gathered = whole(value)
+            if self.rank == 0:  # the others need no more than their part in the gathering
+                weights[name] = gathered
+        if self.rank > 0:
+            return None
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             net = network(self.recipe, self.data, self.clock)
-        net.load_state_dict({**{name: whole(value) for name, value in self.net.state_dict().items()}, **weights})
+        net.load_state_dict(weights)
         return placed(net, self.device).eval()
 
     def _validate(self, log: Log | None) -> None:
@@ -464,9 +475,9 @@ class Run:
         self.accelerator.wait_for_everyone()
 
 
-def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Images | Files]:
+def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
     """The training images and the held-out ones. Rank 0 goes first: it may have to download them."""
-    found: list[Images | Files] = []
+    found: list[Data] = []
     for main_process in (True, False):
         with all_or_none(accelerator):
             if accelerator.is_main_process == main_process:
@@ -489,16 +500,3 @@ def _due(step: int, every: int) -> bool:
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as trackers take them."""
     return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in settings.items()}
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

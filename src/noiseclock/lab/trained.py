@@ -17,10 +17,11 @@ from noiseclock.lab import checkpoint
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.clip import CLIP, ClipScore, clip_score
-from noiseclock.lab.data import Files, Images, load
+from noiseclock.lab.data import Data, load, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
+from noiseclock.lab.latents import Latents
 from noiseclock.lab.moments import by_size, load_moments
 from noiseclock.lab.recipes import Recipe
 
@@ -32,7 +33,7 @@ class Trained(NamedTuple):
     recipe: Recipe
     net: Any
     clock: Clock
-    data: Images | Files
+    data: Data
     step: int
     folder: Path
 
@@ -71,7 +72,7 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found of a training at one update; None for what was left out. guidance, seed: of the samples."""
+    """What was found of a training at one update; None for what was left out. guidance, seed: of the samples. latents: was it trained on those?"""
 
     step: int
     scores: Scores | None
@@ -80,12 +81,15 @@ class Evaluation:
     held_out: int
     guidance: float
     seed: int
+    latents: bool = False
     clip: ClipScore | None = None
 
     def text(self) -> str:
         """Every figure with what it was measured on."""
         lines = [f"averaged weights at update {self.step:,}" + (f", samples with guidance {self.guidance:g}" if self.guidance != 1 else "")]
         lines += [str(part) for part in (self.scores, self.clip, self.bits) if part is not None]
+        if self.latents:
+            lines.append("no bits per dimension: they are defined for pixels, and this is a model of latents")
         lines.append(f"loss by noise level ({self.held_out} held-out images, fixed noise; time from clean to noise)")
         for times, losses in zip(np.array_split(self.curve.time, 10), np.array_split(self.curve.loss, 10), strict=True):
             lines.append(f"  {times[0]:.2f} to {times[-1]:.2f}   {losses.mean():.5f}")
@@ -133,8 +137,8 @@ def evaluated(
 ) -> Evaluation:
     """Measure a training: distances of `samples` pictures from a split of its data, bits per dimension and loss on held-out images.
 
-    The bound takes `vlb_steps` steps for each of `vlb_images` images, or all of them; it needs a discrete schedule, and is left out elsewhere.
-    clip: the folder of a CLIP model, which then judges `clip_samples` pictures of a model of captions.
+    The bound takes `vlb_steps` steps for each of `vlb_images` images, or all of them; it needs a discrete schedule and pixels, and is left out
+    elsewhere. clip: the folder of a CLIP model, which then judges `clip_samples` pictures of a model of captions.
     """
     if min(samples, vlb_images) < 0:
         raise Mistake(f"samples and vlb_images must not be negative, got {samples} and {vlb_images}; 0 leaves them out")
@@ -144,7 +148,7 @@ def evaluated(
     judge = _judge(run, clip, clip_samples, device) if clip else None
     drawn = max(samples, clip_samples if judge else 0)
     if samples:
-        data = run.data if reference_split == "train" else load(recipe.data, split=reference_split, size=recipe.size)
+        data = pictured(run.data if reference_split == "train" else load(recipe.data, split=reference_split, size=recipe.size))
         network_seeing = network_for(data.name, resize=resize)  # first, because it may be missing, and samples take long
     if drawn:
         solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
@@ -156,13 +160,13 @@ def evaluated(
             scores = compare_images(images[:samples], data, network=network_seeing, solver=solver, steps=steps, batch=batch, device=device)
         if judge and run.data.texts is not None:
             fit = clip_score(images[:clip_samples], run.data.texts.held_out_words(clip_samples), judge, solver=solver, steps=steps)
-    if vlb_images and isinstance(run.clock.schedule, Discrete):
+    if vlb_images and isinstance(run.clock.schedule, Discrete) and not isinstance(held_out, Latents):
         bits = bits_per_dim(
             run.net, run.clock.schedule, run.clock.objective, held_out, n=vlb_images, batch=batch, steps=vlb_steps, variance=recipe.variance,
             conditional=recipe.conditional, device=device,
         )  # fmt: skip
     curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=recipe.conditional, device=device)
-    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)), guidance, seed, fit)
+    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)), guidance, seed, isinstance(held_out, Latents), fit)
 
 
 def _judge(run: Trained, folder: str, samples: int, device: str | torch.device) -> CLIP:

@@ -48,6 +48,7 @@ def build(
     patch: int = 2,
     dropout: float = 0.0,
     time_scale: float = 1.0,
+    checkpointing: bool = False,
     empty: Tensor | None = None,
 ) -> UNet | DiT | UViT:
     """A network for data of `shape` (C, H, W).
@@ -56,7 +57,8 @@ def build(
     first level. blocks: residual blocks of each of a U-Net's levels, or the depth of a DiT or U-ViT. head_channels: of one attention head; 0 makes
     one head of all of them. dropout: its probability. time_scale: what t is multiplied with before it is embedded; take `time_scale(schedule)`.
     U-Nets alone read `multipliers`, each level's width by the first, and `attention`, the heights at which they attend; the others alone read
-    `patch`, the side of their patches. empty: the embedded empty caption (L, D), of a U-ViT that is told captions.
+    `patch`, the side of their patches. checkpointing: forget what blocks compute, and compute it again for their gradients. empty: the embedded empty
+    caption (L, D), of a U-ViT that is told captions.
 
     >>> model = build("unet", (1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, attention=(4,))
     >>> model(torch.zeros(5, 1, 8, 8), torch.arange(5)).shape
@@ -72,11 +74,11 @@ def build(
         raise Mistake(f"captions are read by a U-ViT without classes alone, got {kind!r} and {classes=}; take model uvit")
     if kind in ("unet", "adm"):
         levels = tuple(multipliers), blocks, tuple(attention)
-        return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm")
+        return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm", checkpointing=checkpointing)
     if kind == "dit":
-        return DiT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale)
+        return DiT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, checkpointing)
     if kind == "uvit":
-        return UViT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, empty)
+        return UViT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, checkpointing, empty)
     raise Mistake(f"unknown kind of model {kind!r}; known: adm, dit, unet, uvit")
 
 
@@ -88,7 +90,7 @@ def time_scale(schedule: Schedule) -> float:
     """
     if isinstance(schedule, Discrete):
         return 1.0
-    ends = schedule.condition(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    ends = schedule.condition(torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
     return 1000 / float(ends[1] - ends[0])
 
 

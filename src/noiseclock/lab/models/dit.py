@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models.patches import assembled, grid, heads
+from noiseclock.lab.models.recompute import way_through
 
 FREQUENCIES = 256
 
@@ -34,6 +35,7 @@ class DiT(nn.Module):
         patch: int,
         dropout: float,
         time_scale: float,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         colours = shape[0]
@@ -43,6 +45,7 @@ class DiT(nn.Module):
         self.null = classes
         self.time_scale = time_scale
         self.patch = patch
+        self.through = way_through(checkpointing, dropout)
         self.tokens = nn.Conv2d(colours, channels, patch, patch)
         self.positions = nn.Buffer(_positions(rows, columns, channels), persistent=False)
         self.frequencies = Timesteps(FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
@@ -67,7 +70,7 @@ class DiT(nn.Module):
         tokens = self.tokens(x)  # (B, D, H/p, W/p)
         h = tokens.flatten(2).mT + self.positions  # (B, N, D)
         for block in self.blocks:
-            h = block(h, cond)
+            h = self.through(block, h, cond)
         shift, scale = self.modulation(cond)[:, None].chunk(2, -1)
         h = self.out(self.norm(h) * (1 + scale) + shift)
         return assembled(h, tokens.shape[2:], self.patch)

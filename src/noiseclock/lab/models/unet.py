@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models.channels_last import keep_channels_last
+from noiseclock.lab.models.recompute import way_through
 
 DDPM: dict[str, Any] = {"norm_eps": 1e-6, "downsample_padding": 0, "flip_sin_to_cos": False, "freq_shift": 1}
 ADM: dict[str, Any] = {
@@ -43,6 +44,7 @@ class UNet(nn.Module):
         dropout: float,
         time_scale: float,
         adm: bool = False,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         _check(shape, channels, multipliers, attention, head_channels)
@@ -69,6 +71,8 @@ class UNet(nn.Module):
             **(ADM if adm else DDPM),
         )
         keep_channels_last(self.net)
+        if checkpointing:
+            self.net.enable_gradient_checkpointing(way_through(True, dropout))
         self._start_as_ddpm()
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:

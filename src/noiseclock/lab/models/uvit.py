@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models.patches import assembled, grid, heads
+from noiseclock.lab.models.recompute import way_through
 
 
 class UViT(nn.Module):
@@ -38,6 +39,7 @@ class UViT(nn.Module):
         patch: int,
         dropout: float,
         time_scale: float,
+        checkpointing: bool = False,
         empty: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -49,6 +51,7 @@ class UViT(nn.Module):
         self.null: Any = classes if empty is None else nn.Buffer(empty)
         self.time_scale = time_scale
         self.patch = patch
+        self.through = way_through(checkpointing, dropout)
         self.tokens = nn.Conv2d(colours, channels, patch, patch)
         self.time = Timesteps(channels, flip_sin_to_cos=True, downscale_freq_shift=0)
         self.label = None if classes is None else nn.Embedding(classes + 1, channels)
@@ -81,12 +84,12 @@ class UViT(nn.Module):
         h = torch.cat(tokens, 1) + self.positions  # (B, before + N, D)
         kept = []
         for block in self.first:
-            h = block(h, seen)
+            h = self.through(block, h, seen)
             kept.append(h)
         for block in self.middle:
-            h = block(h, seen)
+            h = self.through(block, h, seen)
         for block in self.second:
-            h = block(h, seen, kept.pop())
+            h = self.through(block, h, seen, kept.pop())
         h = self.out(self.norm(h)[:, self.before :])
         out: Tensor = self.smooth(assembled(h, patches.shape[2:], self.patch))
         return out

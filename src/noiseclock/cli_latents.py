@@ -1,0 +1,114 @@
+"""More of the command line: `noiseclock train-autoencoder | encode`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from noiseclock.cli import _bar as bar, _check_device as check_device, _parsed as parsed, console
+
+Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA", help="pictures: digits, mnist, cifar10, folder:PATH or hf:NAME_OR_PATH")]
+LINES = 20  # of progress, where there is no terminal
+
+
+@dataclass(frozen=True)
+class TrainAutoencoder:
+    """Train a small AutoencoderKL by L1 and a little KL divergence; run it again to go on. The folder is one that diffusers loads."""
+
+    data: Data
+    out: str
+    """folder of the autoencoder"""
+    size: int | None = None
+    """side to which folder and hf pictures are cropped and resized"""
+    flip: bool = False
+    """mirror half of the pictures"""
+    channels: int = 32
+    """width at the pictures' own size; up to four times that below"""
+    latent_channels: int = 4
+    """of the latents"""
+    factor: int = 8
+    """by which their side is smaller: 2, 4, 8 ..."""
+    updates: int = 20_000
+    """optimiser updates in all"""
+    batch: int = 32
+    """pictures of one update"""
+    lr: float = 3e-4
+    """Adam's learning rate"""
+    kl: float = 1e-6
+    """weight of the KL divergence"""
+    seed: int = 0
+    """of weights, order and noise"""
+    precision: str = "fp32"
+    """fp32 or bf16 (autocast)"""
+    save_every: int = 500
+    """updates between checkpoints, each with its PSNR on held-out pictures"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Write the latents of pictures into a folder, to be trained on as latents:FOLDER. Run it again to go on, or to mend what is damaged."""
+
+    data: Data
+    autoencoder: str
+    """folder of an AutoencoderKL, VQModel or AutoencoderTiny that diffusers or noiseclock train-autoencoder wrote"""
+    out: str
+    """folder of the latents"""
+    size: int | None = None
+    """side to which folder and hf pictures are cropped and resized"""
+    flip: bool = False
+    """the mirrored pictures too, without which a training cannot flip"""
+    batch: int = 32
+    """pictures at a time"""
+    shard_size: int = 4096
+    """pictures of one file"""
+    device: str | None = None
+    """cpu or cuda; what there is unless given"""
+
+
+def train_autoencoder(argv: list[str]) -> int:
+    """`noiseclock train-autoencoder`."""
+    options = parsed(TrainAutoencoder, argv, "noiseclock train-autoencoder")
+    from noiseclock.lab.train_autoencoder import Settings, train_autoencoder as train
+
+    settings = Settings(**{name: value for name, value in vars(options).items() if name not in ("out", "device")})
+    folder, last, found = Path(options.out), None, math.nan
+    lines = max(options.updates // LINES, 1)
+    with bar("training", options.updates) as progress:
+        for last in train(settings, folder, device=check_device(options.device)):
+            progress(last.step)
+            if last.psnr is not None:
+                found = last.psnr
+                console.print(f"update {last.step:,} of {options.updates:,}: L1 {last.l1:.4f}, KL {last.kl:.3g}, held-out PSNR {found:.2f} dB")
+            elif not console.is_terminal and last.step % lines == 0:
+                console.print(f"update {last.step:,} of {options.updates:,}: L1 {last.l1:.4f}, KL {last.kl:.3g}")
+    if last is None:
+        console.print(f"{folder} has already made its {options.updates:,} updates; give --updates a larger number to go on")
+    else:
+        console.print(f"{folder}: an AutoencoderKL after {last.step:,} updates in {last.seconds / 60:.1f} minutes, held-out PSNR {found:.2f} dB")
+    console.print(f"next: noiseclock encode {options.data} --autoencoder {folder} --out LATENTS")
+    return 0
+
+
+def encode(argv: list[str]) -> int:
+    """`noiseclock encode`."""
+    options = parsed(Encode, argv, "noiseclock encode")
+    from noiseclock.lab.data import load
+    from noiseclock.lab.encode import encode as write
+
+    settings = {name: getattr(options, name) for name in ("size", "flip", "batch", "shard_size")}
+    with bar("encoding", 1) as progress:
+        for done, of in write(options.data, options.autoencoder, options.out, device=check_device(options.device), **settings):
+            progress(done, of)
+            if not console.is_terminal:
+                console.print(f"{done:,} of {of:,} pictures")
+    data = load(f"latents:{options.out}")
+    shape = "x".join(map(str, data.shape))
+    console.print(f"{options.out}: latents of {shape} of {len(data):,} training pictures{', and of their mirror images' if options.flip else ''}")
+    console.print(f"next: noiseclock train RECIPE --data latents:{options.out}")
+    return 0

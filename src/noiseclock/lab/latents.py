@@ -1,0 +1,189 @@
+"""Latents to train on: a folder that `noiseclock encode` wrote, read as data are.
+
+    index.json                 what it was made of, the shards with their checksums, mean and std of each channel
+    train-00000.safetensors    mean, and std where the autoencoder has a posterior; mirrored.mean, mirrored.std; labels
+    autoencoder/               the autoencoder, so that samples can be turned into pictures wherever the first copy went
+
+A network sees (z - mean)/std by channel, z being drawn anew from the posterior every time an image comes up, by (seed, place) as flips are. A flip
+takes the latents of the mirrored picture: latents that are mirrored are not the latents of the mirrored picture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from noiseclock.lab import autoencoder
+from noiseclock.lab.autoencoder import Autoencoder
+from noiseclock.lab.errors import Mistake, choose
+from noiseclock.lab.order import Order, flips, normals
+
+FORMAT = 1  # of the files; raised when an older reader would misread them
+IN_MEMORY = 2**31  # bytes of latents; more than that stay on the disk
+AGAIN = "run the same noiseclock encode again"
+
+Take = Callable[[Tensor], dict[str, Tensor]]  # rows (n,), the mirrored pictures counted after the others -> their tensors (n, ...)
+
+
+class Latents:
+    """The latents of a split. shape: (c, h, w) of each. classes: how many there are, or None. source: the data that they were made of, and its size.
+
+    place: FOLDER, or FOLDER@mean for the mean of each posterior instead of draws from it.
+    """
+
+    skipped = 0
+    texts = None
+
+    def __init__(self, place: str, split: str) -> None:
+        folder, at, _ = place.rpartition("@mean")
+        self.folder = Path(folder if at else place).expanduser()
+        self.index = read_index(self.folder)
+        whole = self.index.get("splits", {})
+        self.split = choose(f"split of {self.folder}", split, whole)
+        self.name = f"latents:{place} {split}"
+        self._loaded: Autoencoder | None = None
+        try:
+            self._read_index(whole[split], draws=not at)
+        except (KeyError, TypeError, ValueError) as error:
+            raise Mistake(f"{self.folder / 'index.json'} is damaged; {AGAIN}") from error
+        if lost := [name for name, _, _ in self._files if not (self.folder / name).is_file()]:
+            raise Mistake(f"{self.folder / lost[0]} is not there any more; {AGAIN}")
+
+    def _read_index(self, shards: Any, draws: bool) -> None:
+        index, made_of = self.index, self.index["made of"]
+        c, h, w = map(int, index["shape"])
+        self.shape = c, h, w
+        self.classes: int | None = index["classes"]
+        self.source: tuple[str, int | None] = made_of["data"], made_of["size"]
+        channels, height, width = map(int, made_of["pictures"])
+        self.picture_shape = channels, height, width
+        self.mirrored, self.draws = bool(made_of["flip"]), draws and bool(index["posterior"])
+        self._files = [(str(shard["file"]), int(shard["count"]), str(shard["sha256"])) for shard in shards]
+        self._per_shard = int(made_of["shard size"])
+        # a draw is spread by the posterior too
+        spread = [math.sqrt(std**2 + noise * self.draws) for std, noise in zip(index["std"], index["noise"] or [0.0] * c, strict=True)]
+        self.mean, self.std = (torch.tensor(values).reshape(c, 1, 1) for values in (index["mean"], [s or 1.0 for s in spread]))
+
+    def __len__(self) -> int:
+        return sum(count for _, count, _ in self._files)
+
+    @cached_property
+    def _shards(self) -> list[dict[str, Tensor]]:
+        """Windows on the files, whose checksums were found right."""
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(self._opened, self._files))
+
+    def _opened(self, shard: tuple[str, int, str]) -> dict[str, Tensor]:
+        name, count, known = shard
+        path = self.folder / name
+        try:
+            if checksum(path) != known:
+                raise Mistake(f"{path} is damaged: its checksum is not the one in index.json; {AGAIN}, which replaces it")
+            found: dict[str, Tensor] = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise Mistake(f"{path} cannot be read ({error}); {AGAIN}") from error
+        wanted = ["mean", *(["std"] if self.draws else []), *(["mirrored.mean"] if self.mirrored else [])]
+        if any(key not in found or found[key].shape != (count, *self.shape) for key in wanted):
+            raise Mistake(f"{path} does not fit its index.json; {AGAIN} into another folder")
+        return found
+
+    @cached_property
+    def labels(self) -> Tensor | None:
+        """(N,) int64, or None."""
+        known = [shard["labels"] for shard in self._shards if "labels" in shard]  # a test split may lack them
+        return torch.cat(known) if known else None
+
+    def batches(self, places: Sequence[int], batch: int, *, seed: int, device: torch.device, flip: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """What a network sees at these places of the order, `batch` from each on: (batch, c, h, w) on the device, and labels (batch,) or None."""
+        take, order = self._taking(device, flip), Order(len(self), seed)
+        mean, std = self.mean.to(device), self.std.to(device)
+        labels = None if self.labels is None else self.labels.to(device)
+        for first in places:
+            index = order(first, batch)
+            found = take(index + len(self) * flips(seed, first, batch) if flip else index)
+            z = found["mean"]
+            if self.draws:
+                z = z + found["std"] * normals(seed, "posterior", first, batch, self.shape, device)
+            yield (z - mean) / std, None if labels is None else labels[index.to(device)]
+
+    def check_flips(self) -> None:
+        """A Mistake where there is nothing to be flipped to."""
+        if not self.mirrored:
+            raise Mistake(f"{self.folder} has no latents of mirrored pictures; encode with --flip, or train without flip")
+
+    def _taking(self, device: torch.device, flip: bool) -> Take:
+        """From all latents on the device where they fit, else from the files."""
+        kinds = ["mean", "std"] if self.draws else ["mean"]
+        sides = ["", "mirrored."] if flip else [""]
+        if 4 * len(self) * math.prod(self.shape) * len(kinds) * len(sides) > IN_MEMORY:
+            return lambda rows: {kind: _sent(torch.stack([self._row(kind, row) for row in rows.tolist()]), device) for kind in kinds}
+        whole = {kind: torch.cat([shard[side + kind] for side in sides for shard in self._shards]).to(device) for kind in kinds}
+
+        def take(rows: Tensor) -> dict[str, Tensor]:
+            rows = rows.to(device, non_blocking=True)
+            return {kind: tensor[rows] for kind, tensor in whole.items()}
+
+        return take
+
+    def _row(self, kind: str, row: int) -> Tensor:
+        side, place = divmod(row, len(self))
+        shard, offset = divmod(place, self._per_shard)
+        return self._shards[shard][f"mirrored.{kind}" if side else kind][offset]
+
+    def head(self, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
+        """The first n as a network sees them, at the mean of their posteriors, and their labels."""
+        n = min(n, len(self))
+        z = torch.stack([self._row("mean", row) for row in range(n)])
+        return ((z - self.mean) / self.std).to(device), None if self.labels is None else self.labels[:n].to(device)
+
+    def decoded(self, x: Tensor) -> Tensor:
+        """Pictures, uint8 (n, C, H, W) on the CPU, of what a network made, (n, c, h, w), computed where that is."""
+        return self._autoencoder(x.device).decode(x.float() * self.std.to(x.device) + self.mean.to(x.device))
+
+    def _autoencoder(self, device: torch.device) -> Autoencoder:
+        if self._loaded is None:
+            found = autoencoder.load(self.folder / "autoencoder")
+            if found.digest != self.index["made of"]["autoencoder"]:
+                raise Mistake(f"{self.folder / 'autoencoder'} is not the one that its latents were made by; {AGAIN} into another folder")
+            self._loaded = found
+        self._loaded.net.to(device)
+        return self._loaded
+
+
+def _sent(rows: Tensor, device: torch.device) -> Tensor:
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
+
+
+def read_index(folder: Path, *, whole: bool = True) -> dict[str, Any]:
+    """The folder's index.json. whole: a Mistake where encoding has not come to its end."""
+    path = folder / "index.json"
+    try:
+        index = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise Mistake(f"there are no latents in {folder}: it has no index.json; make them with noiseclock encode") from None
+    except ValueError:
+        index = None
+    if not isinstance(index, dict) or "made of" not in index:
+        raise Mistake(f"{path} is damaged; remove it, and {AGAIN}")
+    if index.get("format") != FORMAT:
+        raise Mistake(f"{path} has format {index.get('format')}, this version reads {FORMAT}; use the version of noiseclock that wrote it")
+    if whole and "mean" not in index:
+        raise Mistake(f"{folder} is not whole, because encoding was stopped; {AGAIN} to go on")
+    return index
+
+
+def checksum(path: Path) -> str:
+    """The file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,203 @@
+"""Train a small AutoencoderKL on your pictures, to encode them with.
+
+    for record in train_autoencoder(Settings("folder:data/faces", size=128), "autoencoders/faces"): ...
+
+The loss is L1 + kl · KL, both per element of the picture, so that `kl` means what it means in latent diffusion (arXiv 2112.10752, appendix G). L1
+because it asks for the median of what a pixel may be, where MSE asks for the mean: edges stay sharper. There is no perceptual or adversarial term,
+for which one needs networks trained on other data: fine texture is lost, and a published autoencoder has more of it.
+
+The folder is what `autoencoder.load` and diffusers' from_pretrained load, written with every checkpoint. Run the same again and it goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from noiseclock.lab import checkpoint
+from noiseclock.lab.autoencoder import Autoencoder, psnr
+from noiseclock.lab.built import placed
+from noiseclock.lab.data import Files, Images, batches, head, load_images
+from noiseclock.lab.errors import Failure, Mistake, choose
+from noiseclock.lab.folder import Log, difference, lock
+from noiseclock.lab.interrupt import Wish, listening
+from noiseclock.lab.moments import load_moments, moments
+from noiseclock.lab.order import normals
+from noiseclock.lab.recipes import PRECISIONS
+
+HELD_OUT = 256  # pictures for the PSNR
+CLIP = 1.0  # greatest norm of the gradient
+FREE = ("updates", "save_every")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One autoencoder. data, size, flip: as of a recipe. kl: weight of the divergence. The others are told on the command line."""
+
+    data: str
+    size: int | None = None
+    flip: bool = False
+    channels: int = 32
+    latent_channels: int = 4
+    factor: int = 8
+    kl: float = 1e-6
+    lr: float = 3e-4
+    batch: int = 32
+    updates: int = 20_000
+    seed: int = 0
+    precision: str = "fp32"
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("latent_channels", "batch", "updates", "save_every"):
+            if getattr(self, name) < 1:
+                raise Mistake(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
+        if self.factor < 2 or self.factor & (self.factor - 1):
+            raise Mistake(f"factor must be 2, 4, 8 or another power of 2, got {self.factor}")
+        if self.channels < 4 or self.channels % 4:
+            raise Mistake(f"channels must be a multiple of 4, got {self.channels}")
+        if not self.lr > 0 or self.kl < 0 or self.seed < 0:
+            raise Mistake(f"lr must be positive, kl and seed not negative, got lr={self.lr:g}, kl={self.kl:g}, seed={self.seed}")
+        choose("precision", self.precision, PRECISIONS)
+
+    def network(self, shape: tuple[int, int, int]) -> Any:
+        """The autoencoder of pictures (C, H, W): each halving doubles the channels, up to four times the first."""
+        from diffusers import AutoencoderKL
+
+        halvings = self.factor.bit_length() - 1
+        if shape[1] % self.factor or shape[2] % self.factor:
+            raise Mistake(f"pictures of {shape[1]}x{shape[2]} cannot be halved {halvings} times; give a smaller factor, or a multiple of it as size")
+        widths = tuple(self.channels * min(2**level, 4) for level in range(halvings + 1))
+        return AutoencoderKL(
+            in_channels=shape[0], out_channels=shape[0], latent_channels=self.latent_channels, block_out_channels=widths, layers_per_block=1,
+            down_block_types=("DownEncoderBlock2D",) * len(widths), up_block_types=("UpDecoderBlock2D",) * len(widths),
+            norm_num_groups=self.channels // 4, sample_size=shape[1], scaling_factor=1.0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Progress:
+    """After an update. l1, kl: the two terms of its loss, kl without its weight. psnr: on held-out pictures, in decibels, when one was taken."""
+
+    step: int
+    l1: float
+    kl: float
+    seconds: float
+    psnr: float | None = None
+
+
+def train_autoencoder(settings: Settings, folder: str | Path, *, device: str | torch.device = "cpu") -> Iterator[Progress]:
+    """Train, or go on training, into `folder`; yields after every update. Ctrl-C and SIGTERM end it after the update under way, with a checkpoint."""
+    with ExitStack() as stack:
+        data = load_images(settings.data, size=settings.size)
+        held_out = load_images(settings.data, split="test", size=settings.size)
+        stack.enter_context(lock(folder))
+        run = _Run(settings, Path(folder), data, held_out, torch.device(device))
+        yield from run.training(stack.enter_context(listening()))
+
+
+class _Run:
+    def __init__(self, settings: Settings, folder: Path, data: Images | Files, held_out: Images | Files, device: torch.device) -> None:
+        self.settings, self.folder, self.data, self.device = settings, folder, data, device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self.net = placed(settings.network(data.shape), device)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=settings.lr, fused=True)
+        x, _ = head(held_out, HELD_OUT)
+        self.held_out = ((x + 1) * 127.5).round().byte()
+        self.step, self.seconds = 0, 0.0
+        self._resume()
+
+    def _resume(self) -> None:
+        if not checkpoint.steps(self.folder):
+            if (self.folder / "config.json").exists():
+                raise Mistake(f"{self.folder} holds something that was not trained by this command; choose another folder")
+            return
+        self.step, state = checkpoint.load(self.folder)
+        mine, theirs = ({k: v for k, v in found.items() if k not in FREE} for found in (asdict(self.settings), state["settings"]))
+        if changes := difference(mine, theirs):
+            raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
+        self.net.load_state_dict(state["model"])
+        load_moments(self.optimizer, list(self.net.named_parameters()), state["optimizer"])
+        self.seconds = state["seconds"]
+
+    def training(self, wish: Wish) -> Iterator[Progress]:
+        settings, saved = self.settings, self.step
+        stream: Any = batches(self.data, settings.batch, seed=settings.seed, start=self.step, device=self.device, flip=settings.flip)
+        try:
+            with Log(self.folder / "log.jsonl") as log:
+                log.truncate_after(self.step)
+                while self.step < settings.updates:
+                    start = time.perf_counter()
+                    l1, kl = self._update(next(stream)[0])
+                    self.seconds += time.perf_counter() - start
+                    found = None
+                    if self.step % settings.save_every == 0 or self.step == settings.updates or wish.signal:
+                        found, saved = self.save(), self.step
+                        log.write({"step": self.step, "l1": l1, "kl": kl, "psnr": found})
+                    yield Progress(self.step, l1, kl, self.seconds, found)
+                    if wish.signal:
+                        raise KeyboardInterrupt if wish.signal == signal.SIGINT else SystemExit(128 + wish.signal)
+        except GeneratorExit:
+            if saved < self.step:
+                self.save()
+            raise
+        except torch.OutOfMemoryError as error:
+            raise Failure(f"out of memory after update {self.step}; lower batch or channels, or use precision bf16") from error
+        finally:
+            stream.close()
+
+    def _update(self, x: Tensor) -> tuple[float, float]:
+        settings = self.settings
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            posterior = self.net.encode(x).latent_dist
+            # by (seed, update) alone, so that there is no state to be saved
+            noise = normals(settings.seed, "posterior", self.step * len(x), len(x), tuple(posterior.mean.shape[1:]), self.device)
+            back = self.net.decode(posterior.mean + posterior.std * noise).sample
+        l1, kl = (back.float() - x).abs().mean(), posterior.kl().float().mean() / x[0].numel()
+        loss = l1 + settings.kl * kl
+        if not math.isfinite(loss.item()):
+            good = checkpoint.newest(self.folder)
+            kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+            raise Failure(f"the loss was not finite at update {self.step + 1}; {kept}; lower lr")
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), CLIP)
+        self.optimizer.step()
+        self.step += 1
+        return l1.item(), kl.item()
+
+    def save(self) -> float:
+        """A checkpoint, and the autoencoder as diffusers loads it; returns its PSNR."""
+        named = list(self.net.named_parameters())
+        state = {"settings": asdict(self.settings), "model": dict(self.net.state_dict()), "optimizer": moments(self.optimizer, named)}
+        checkpoint.save(self.folder, self.step, {**state, "seconds": self.seconds})
+        coder = Autoencoder(self.net)
+        spread = float(coder.encode(self.held_out).mean.std())
+        self.net.register_to_config(scaling_factor=1 / spread if spread else 1.0)  # for diffusers' pipelines; our caches measure for themselves
+        publish(self.net, self.folder)
+        return psnr(coder, self.held_out)
+
+
+def publish(net: Any, folder: Path) -> None:
+    """Let diffusers write the network into `folder`, where other things lie, each file whole: the weights first, so that a config has some."""
+    new = folder / ".new"
+    try:
+        net.save_pretrained(str(new))
+        for path in sorted(new.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, folder / path.name)
+    except OSError as error:
+        raise Failure(f"could not write the autoencoder into {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)

@@ -1,0 +1,225 @@
+"""Autoencoders: diffusers' own numbers, folders that are wrong, and training a small one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from noiseclock.lab import autoencoder, checkpoint
+from noiseclock.lab.autoencoder import Autoencoder, psnr
+from noiseclock.lab.data import batches, load_images
+from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.order import normals
+from noiseclock.lab.train_autoencoder import Progress, Settings, train_autoencoder
+from small_autoencoders import KINDS, made, saved
+from small_runs import content, differing
+
+
+def pictures(n: int = 5, channels: int = 1, size: int = 8) -> torch.Tensor:
+    return torch.randint(0, 256, (n, channels, size, size), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_and_pictures_are_diffusers_own(tmp_path, kind):
+    theirs, mine = made(kind).requires_grad_(False), autoencoder.load(saved(tmp_path, kind))
+    x = pictures().float() / 127.5 - 1
+    with torch.no_grad():
+        found = theirs.encode(x)
+        mean = found.latent_dist.mean if kind == "AutoencoderKL" else found.latents
+        back = theirs.decode(mean).sample
+    # the same numbers, because it is the same computation on the same batch
+    latents = mine.encode(pictures())
+    assert torch.equal(latents.mean, mean)
+    assert latents.mean.dtype == torch.float32
+    if kind == "AutoencoderKL":
+        assert torch.equal(latents.std, found.latent_dist.std)
+    else:
+        assert latents.std is None
+    decoded = mine.decode(latents.mean)
+    assert decoded.dtype == torch.uint8
+    assert torch.equal(decoded, ((back + 1) * 127.5).round().clamp(0, 255).byte())
+    # in parts too, but for rounding; a difference of one in 255 is where rounding tips over
+    assert (mine.encode(pictures(), batch=2).mean - mean).abs().max() < 1e-5
+    assert (mine.decode(mean, batch=2).int() - decoded.int()).abs().max() <= 1
+    assert mine.latent_shape((1, 8, 8)) == (2, 4, 4)
+
+
+def test_a_decoder_of_quantised_latents_quantises(tmp_path):
+    mine = autoencoder.load(saved(tmp_path, "VQModel"))
+    latents = mine.encode(pictures()).mean
+    codes = mine.net.quantize(latents)[0]
+    assert not torch.equal(latents, codes)
+    assert torch.equal(mine.decode(latents), mine.decode(codes))
+
+
+def test_it_computes_in_float32_whatever_it_is_called_in_and_leaves_random_numbers_alone(tmp_path):
+    saved(tmp_path)
+    before = torch.get_rng_state()
+    mine = autoencoder.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    alone = mine.encode(pictures()).mean
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(mine.encode(pictures()).mean, alone)
+    assert not mine.net.training
+    assert not any(p.requires_grad for p in mine.net.parameters())
+
+
+def test_its_digest_tells_weights_apart(tmp_path):
+    one, same, other = (autoencoder.load(saved(tmp_path / str(i), seed=seed)) for i, seed in enumerate((0, 0, 1)))
+    assert one.digest == same.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((3, 8, 8), "the pictures have 3 channels and the AutoencoderKL sees 1"), ((1, 9, 9), "pictures of 1x9x9 come back .* as 1x8x8; give a size")],
+)
+def test_pictures_that_do_not_fit_are_named(tmp_path, shape, message):
+    with pytest.raises(Mistake, match=message):
+        autoencoder.load(saved(tmp_path)).latent_shape(shape)
+
+
+def test_a_wrong_folder_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(Mistake, match=r"there is no autoencoder in .*nowhere: it has no config\.json; give the folder that diffusers'"):
+        autoencoder.load(tmp_path / "nowhere")
+    saved(tmp_path / "pipeline" / "vae")
+    with pytest.raises(Mistake, match=r"it has no config\.json; give .*pipeline/vae"):
+        autoencoder.load(tmp_path / "pipeline")
+    config = tmp_path / "config.json"
+    for text in ("{", "[]", "{}"):
+        config.write_text(text)
+        with pytest.raises(Mistake, match=r"config\.json does not name a class of diffusers"):
+            autoencoder.load(tmp_path)
+    config.write_text(json.dumps({"_class_name": "UNet2DModel"}))
+    with pytest.raises(Mistake, match=r"unknown class of autoencoder in .* 'UNet2DModel'; known: AutoencoderKL, VQModel, AutoencoderTiny"):
+        autoencoder.load(tmp_path)
+    config.write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    with pytest.raises(Mistake, match="cannot load the AutoencoderKL in") as found:
+        autoencoder.load(tmp_path)
+    assert "\n" not in str(found.value)
+    weights = saved(tmp_path / "cut") / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(Mistake, match="cannot load the AutoencoderKL in"):
+        autoencoder.load(tmp_path / "cut")
+
+
+# --- training one -------------------------------------------------------------------------------------------------------------------------
+
+SMALL = Settings("digits", channels=8, factor=2, latent_channels=2, lr=3e-3, updates=60, save_every=20)
+
+
+def trained(settings: Settings, folder: Path, stop: int | None = None) -> list[Progress]:
+    found, updates = [], train_autoencoder(settings, folder)
+    for record in updates:
+        found.append(record)
+        if record.step == stop:
+            updates.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, list[Progress]]:
+    folder = tmp_path_factory.mktemp("trained") / "digits"
+    return folder, trained(SMALL, folder)
+
+
+def test_training_brings_pictures_nearer(run):
+    folder, records = run
+    held_out = load_images("digits", split="test").pixels[:256]
+    torch.manual_seed(0)
+    start = psnr(Autoencoder(SMALL.network((1, 8, 8))), held_out)
+    end = psnr(autoencoder.load(folder), held_out)
+    # 7.2 dB at the start, 14.4 after 60 updates; every pixel at its mean over the pictures would be 11.4
+    assert start < 8
+    assert end > start + 5
+    assert [record.step for record in records if record.psnr is not None] == [20, 40, 60]
+    assert records[-1].psnr == pytest.approx(end, abs=1e-3)
+    assert records[-1].l1 < 0.5 * records[0].l1
+    logged = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["psnr"]) for line in logged] == [(r.step, r.psnr) for r in records if r.psnr is not None]
+
+
+def test_what_was_trained_is_loaded_by_diffusers(run):
+    folder, _ = run
+    theirs = AutoencoderKL.from_pretrained(str(folder), local_files_only=True)
+    assert theirs.config.block_out_channels == [8, 16]
+    assert theirs.config.latent_channels == 2
+    spread = autoencoder.load(folder).encode(load_images("digits", split="test").pixels[:256]).mean.std()
+    assert theirs.config.scaling_factor == pytest.approx(1 / float(spread), rel=1e-5)
+
+
+def test_training_resumes_to_the_bit(tmp_path, run):
+    whole, records = run
+    assert len(trained(SMALL, tmp_path, stop=33)) == 33
+    autoencoder.load(tmp_path)  # what was reached can be used
+    rest = trained(SMALL, tmp_path)
+    assert [record.step for record in rest] == list(range(34, 61))
+    assert [(r.l1, r.kl, r.psnr) for r in rest if r.step not in (33, 40)] == [(r.l1, r.kl, r.psnr) for r in records[33:] if r.step != 40]
+    mine, theirs = (checkpoint.load(folder)[1] for folder in (tmp_path, whole))
+    assert not differing(mine["model"], theirs["model"])
+    assert not differing(mine["optimizer"], theirs["optimizer"])
+    assert (tmp_path / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+    assert trained(SMALL, tmp_path) == []
+    assert [r.step for r in trained(replace(SMALL, updates=61), tmp_path)] == [61]
+
+
+def test_l1_and_kl_are_what_they_are_called(tmp_path):
+    """The first update's, by hand."""
+    x0, _ = next(batches(load_images("digits"), 32, seed=0))
+    torch.manual_seed(0)
+    net = SMALL.network((1, 8, 8))
+    with torch.no_grad():
+        posterior = net.encode(x0).latent_dist
+        mean, logvar = posterior.mean.double(), posterior.logvar.double()
+        z = posterior.mean + posterior.std * normals(0, "posterior", 0, 32, (2, 4, 4), "cpu")
+        l1 = (net.decode(z).sample - x0).abs().mean()
+    kl = 0.5 * (mean**2 + logvar.exp() - 1 - logvar).sum() / x0.numel()
+    first = trained(replace(SMALL, updates=1), tmp_path)[0]
+    assert first.l1 == pytest.approx(float(l1), rel=1e-5)
+    assert first.kl == pytest.approx(float(kl), rel=1e-5)
+
+
+def test_the_default_halves_faces_three_times():
+    net = Settings("folder:faces", size=128).network((3, 128, 128))
+    assert net.config.block_out_channels == [32, 64, 128, 128] or net.config.block_out_channels == (32, 64, 128, 128)
+    assert Autoencoder(net).latent_shape((3, 128, 128)) == (4, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"factor": 3}, "factor must be 2, 4, 8 or another power of 2, got 3"),
+        ({"channels": 6}, "channels must be a multiple of 4, got 6"),
+        ({"updates": 0}, "updates must be at least 1, got 0"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"factor": 16}, "pictures of 8x8 cannot be halved 4 times; give a smaller factor"),
+        ({"data": "nothing"}, "unknown data 'nothing'"),
+    ],
+)
+def test_mistakes_in_settings_are_named(tmp_path, changes, message):
+    with pytest.raises(Mistake, match=message):
+        trained(replace(SMALL, **changes), tmp_path / "new")
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+def test_folders_of_others_are_left_alone(tmp_path, run):
+    folder, _ = run
+    with pytest.raises(Mistake, match=r"holds another training; .*\nlr: 0\.1 here, 0\.003 in the checkpoint"):
+        trained(replace(SMALL, lr=0.1), folder)
+    saved(tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(Mistake, match="holds something that was not trained by this command; choose another folder"):
+        trained(SMALL, tmp_path)
+    assert content(tmp_path) == before
+
+
+def test_a_loss_that_is_not_finite_ends_it(tmp_path):
+    with pytest.raises(Failure, match=r"the loss was not finite at update \d+; there is no checkpoint yet; lower lr"):
+        trained(replace(SMALL, lr=1e30), tmp_path)
