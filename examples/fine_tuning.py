@@ -15,7 +15,7 @@ import noiseclock as nc
 from noiseclock.lab.models import build
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--updates", type=int, default=150, help="of fine-tuning; the model before has four times as many behind it")
+parser.add_argument("--updates", type=int, default=150, help="of fine-tuning, after four times as many before")
 parser.add_argument("--seeds", type=int, default=3)
 args = parser.parse_args()
 
@@ -24,7 +24,7 @@ images, old = torch.tensor(digits.images / 8 - 1, dtype=torch.float32)[:, None],
 held_out = torch.arange(len(images)) % 7 == 0
 
 
-def train(net: torch.nn.Module, sampler: str, of: torch.Tensor, updates: int, lr: float, seed: int) -> None:
+def train(net: torch.nn.Module, sampler: nc.Sampler, of: torch.Tensor, updates: int, lr: float, seed: int) -> None:
     """Any loop with a clock in it."""
     optimizer, order = torch.optim.Adam(net.parameters(), lr), torch.Generator().manual_seed(seed)
     clock = nc.Clock("linear", sampler, seed=seed).attach(optimizer)
@@ -42,16 +42,17 @@ def losses(net: torch.nn.Module) -> torch.Tensor:
     return torch.tensor([nc.measure.loss_over_time(clock, net, images[held_out & which]).loss.mean() for which in (~old, old)])
 
 
-names = ("uniform", "loss-second-moment", "variance-optimal", "adaptive")
-found: dict[str, list[torch.Tensor]] = {name: [] for name in ("before", *names)}
+samplers: dict[str, nc.Sampler] = {"uniform": nc.Uniform(), "loss-second-moment": nc.LossSecondMoment()}
+samplers |= {"variance-optimal": nc.VarianceOptimal(every=10, warmup=3), "adaptive": nc.Adaptive(every=10, stride=10)}  # there are few updates
+found: dict[str, list[torch.Tensor]] = {name: [] for name in ("before", *samplers)}
 for seed in range(args.seeds):
     torch.manual_seed(seed)
     first = build("unet", (1, 8, 8), channels=16, multipliers=(1, 2), blocks=1, attention=(4,))
-    train(first, "uniform", images[old & ~held_out], 4 * args.updates, 2e-3, seed)
+    train(first, nc.Uniform(), images[old & ~held_out], 4 * args.updates, 2e-3, seed)
     found["before"].append(losses(first))
-    for name in names:
+    for name, sampler in samplers.items():
         net = deepcopy(first)
-        train(net, name, images[~old & ~held_out], args.updates, 1e-3, seed + 100)
+        train(net, sampler, images[~old & ~held_out], args.updates, 1e-3, seed + 100)
         found[name].append(losses(net))
 for name, each in found.items():
     (new, known), spread = torch.stack(each).mean(0), torch.stack(each).std(0, correction=0)
