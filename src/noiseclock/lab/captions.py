@@ -14,7 +14,6 @@ file may have several lines. The embedded set is a folder of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from noiseclock.lab.encoder import Embedded, Encoder
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import write_json
+from noiseclock.lab.folder import checksum, write_json
 from noiseclock.lab.sources import Folder
 from noiseclock.lab.stored import Stored
 
@@ -105,7 +104,7 @@ def embed(
             files[name] = _write(unfinished / name, Embedded(torch.cat([p.tokens for p in parts]), torch.cat([p.mask for p in parts])))
         lines = [json.dumps({"file": file, "caption": caption}, ensure_ascii=False) for file, caption in rows]
         (unfinished / CAPTIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        files[CAPTIONS] = _digest(unfinished / CAPTIONS)
+        files[CAPTIONS] = checksum(unfinished / CAPTIONS)
         # relative: the two folders may be moved together
         place = os.path.relpath(pictures.resolve(), out.resolve())
         index = {"encoder": encode.name, "length": encode.length, "width": parts[-1].tokens.shape[2], "captions": len(rows), "shard": SHARD}
@@ -128,12 +127,7 @@ def _say_what_was_cut(encode: Encoder, of: int) -> None:
 
 def _write(path: Path, embedded: Embedded) -> str:
     save_file({"tokens": embedded.tokens.contiguous(), "mask": embedded.mask.contiguous()}, path)
-    return _digest(path)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return checksum(path)
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------------
@@ -193,7 +187,7 @@ class EmbeddedSet:
 
     def _checked(self, name: str) -> Path:
         path = self.folder / name
-        if not path.is_file() or _digest(path) != self._digests.get(name):
+        if not path.is_file() or checksum(path) != self._digests.get(name):
             raise Mistake(f"{path} is missing or damaged, as its checksum says; embed the captions anew")
         return path
 

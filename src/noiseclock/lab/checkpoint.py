@@ -18,7 +18,6 @@ Only then are older ones removed. Of a folder, one training may save (see folder
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -38,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import sync
+from noiseclock.lab.folder import checksum, sync
 from noiseclock.lab.processes import all_or_none
 from noiseclock.lab.shards import my_rows
 from noiseclock.lab.stored import Files, Stored
@@ -251,8 +250,7 @@ def _parts(content: Mapping[str, Any]) -> list[str]:
 
 def _line(path: Path, name: str) -> str:
     """As `sha256sum` writes it."""
-    with (path / name).open("rb") as file:
-        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
+    return f"{checksum(path / name)}  {name}\n"
 
 
 # --- the state as JSON and tensors --------------------------------------------------------------------------------------------------------

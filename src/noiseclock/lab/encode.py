@@ -22,8 +22,8 @@ from noiseclock.lab import autoencoder, pictures
 from noiseclock.lab.autoencoder import Autoencoder
 from noiseclock.lab.data import Files, Images, cpus, from_disk, load_images
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import difference, lock, sync, write_json
-from noiseclock.lab.latents import FORMAT, checksum, read_index
+from noiseclock.lab.folder import checksum, difference, lock, sync, write_json
+from noiseclock.lab.latents import FORMAT, read_index
 from noiseclock.lab.sources import SPLITS
 
 

@@ -12,6 +12,7 @@ from each other and from null, and `float` and pandas read them back.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -124,6 +125,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """The file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], *, where: str = "in the checkpoint") -> str:

@@ -10,7 +10,6 @@ takes the latents of the mirrored picture: latents that are mirrored are not the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from torch import Tensor
 from noiseclock.lab import autoencoder
 from noiseclock.lab.autoencoder import Autoencoder
 from noiseclock.lab.errors import Mistake, choose
+from noiseclock.lab.folder import checksum
 from noiseclock.lab.order import Order, flips, normals
 
 FORMAT = 1  # of the files; raised when an older reader would misread them
@@ -181,9 +181,3 @@ def read_index(folder: Path, *, whole: bool = True) -> dict[str, Any]:
     if whole and "mean" not in index:
         raise Mistake(f"{folder} is not whole, because encoding was stopped; {AGAIN} to go on")
     return index
-
-
-def checksum(path: Path) -> str:
-    """The file's SHA-256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
