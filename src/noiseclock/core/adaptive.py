@@ -290,7 +290,7 @@ class Adaptive(Sampler):
         )  # fmt: skip
         rows = alone.rows
         grid = self._grid.on(device)
-        rank, world = self._bound.place() if ranks.active() else (0, 1)
+        rank, world = self._bound.place()
         share = math.ceil(len(grid) / world)
         mine = torch.arange(rank * share, (rank + 1) * share, device=device) % len(grid)
         losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)

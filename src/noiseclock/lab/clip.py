@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from noiseclock.lab.encoder import kind_of, loaded, tokenized, tokenizer_of
 from noiseclock.lab.errors import Mistake
+from noiseclock.lab.evaluate import made_by
 
 # of the pixels that CLIP was trained on (2103.00020's code), where the folder has no preprocessor_config.json that says otherwise
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -36,7 +37,7 @@ class ClipScore:
     steps: int | None = None
 
     def __str__(self) -> str:
-        made = f"{self.solver.upper()} {self.steps}" if self.solver and self.steps else self.solver or "solver not known"
+        made = made_by(self.solver, self.steps)
         return f"CLIP score {self.mean:.3f} ± {self.error:.2g} ({self.count:,} samples, {made}, with the captions of held-out images, {self.network})"
 
 

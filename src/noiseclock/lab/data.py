@@ -147,9 +147,8 @@ def load_images(name: str, *, split: str = "train", size: int | None = None) -> 
             raise Mistake(f"{name!r} lacks a path; say {kind}:PATH")
         if size is not None and size < 1:
             raise Mistake(f"size must be at least 1, got {size}")
-        if kind == "captions":
-            return gather(f"{name} {split}", Captioned(Path(place).expanduser(), split), size)
-        source = Folder(Path(place).expanduser(), split) if kind == "folder" else Hub(place, split)
+        path = Path(place).expanduser()
+        source = Hub(place, split) if kind == "hf" else Folder(path, split) if kind == "folder" else Captioned(path, split)
         return gather(f"{name} {split}", source, size)
     if name and name not in CLASSICS and Path(name).expanduser().is_dir():
         raise Mistake(f"{name!r} is a folder; say folder:{name}")

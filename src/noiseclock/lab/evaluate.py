@@ -151,6 +151,11 @@ def reference(
 # --- pictures -----------------------------------------------------------------------------------------------------------------------------
 
 
+def made_by(solver: str | None, steps: int | None) -> str:
+    """A solver and its steps, in words."""
+    return f"{solver.upper()} {steps}" if solver and steps else solver or "solver not known"
+
+
 @dataclass(frozen=True)
 class Scores:
     """How near pictures come to a dataset, and what that was measured on.
@@ -187,7 +192,7 @@ class Scores:
     @property
     def made_by(self) -> str:
         """The solver and its steps."""
-        return f"{self.solver.upper()} {self.steps}" if self.solver and self.steps else self.solver or "solver not known"
+        return made_by(self.solver, self.steps)
 
     @property
     def features(self) -> str:

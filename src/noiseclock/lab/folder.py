@@ -118,6 +118,15 @@ def _replacing(path: Path, unfinished: Path) -> Iterator[None]:
         raise Failure(f"could not write {path}: {error.strerror}") from error
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A Failure that names what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"could not write to {path}: {error.strerror}") from error
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -40,7 +40,7 @@ from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, wh
 from noiseclock.lab.data import Data, batches, head, load
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import Log, difference, lock, write_json
+from noiseclock.lab.folder import Log, difference, lock, write_json, writing
 from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.moments import by_size, load_moments, moments
@@ -137,6 +137,7 @@ class Run:
         if not checkpoint.steps(other):
             raise Mistake(f"cannot start from {other}: it holds no checkpoint; give the folder of a training that has made one")
         _, state = checkpoint.load(other)
+        refuse_other_encoder(self.net, state["model"])
         try:
             self.net.load_state_dict({**state["model"], **state["ema"]})
         except RuntimeError as error:  # which lists every parameter that differs
@@ -233,7 +234,7 @@ class Run:
         state = self._state()
         with all_or_none(self.accelerator):
             if log is not None:  # on rank 0
-                with _writing(log.path):
+                with writing(log.path):
                     log.sync()
                 if not self._sharded:
                     checkpoint.save(self.folder, self.step, state)
@@ -287,7 +288,7 @@ class Run:
         """What is on the disk before the first update."""
         settings = self.recipe.settings()
         write_json(self.folder / "config.json", {"settings": settings, "made with": surroundings(self.device, self.world)})
-        with _writing(self.folder):
+        with writing(self.folder):
             log = Log(self.folder / "log.jsonl")
             log.truncate_after(self.step)
             if self.device.type == "cuda":
@@ -297,7 +298,7 @@ class Run:
         return log
 
     def _track(self, values: dict[str, float]) -> None:
-        with _writing(self.folder):
+        with writing(self.folder):
             self.accelerator.log(values, step=self.step)
 
     def _stream(self) -> Any:
@@ -483,14 +484,6 @@ def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
             if accelerator.is_main_process == main_process:
                 found = [load(recipe.data, split=split, size=recipe.size) for split in ("train", "test")]
     return found
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise Failure(f"could not write to {path}: {error.strerror}") from error
 
 
 def _due(step: int, every: int) -> bool:
