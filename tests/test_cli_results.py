@@ -189,6 +189,8 @@ MISTAKES = {
     "compare digits --jobs 0": "noiseclock: a comparison needs at least one seed and one job, got 3 and 0\n",
     "compare digits --every 3": "noiseclock: evaluations every 3 updates do not end with the last of 2000; choose a divisor of it\n",
     "compare digits --every 0": "evaluations every 0 updates do not end with the last of 2000",
+    "compare digits --until 700": "noiseclock: trainings can stop where they are evaluated, every 500 updates up to 2,000, got until=700\n",
+    "compare digits --until 2500 --jobs 2": "every 500 updates up to 2,000, got until=2,500\n",
     "compare digits --samples -1": "noiseclock: samples must not be negative, got -1\n",
     "compare digits --samples 3": "noiseclock: samples must be 0, or at least 4 to say anything about them, got 3\n",
     "compare digits --vlb-images -1": "noiseclock: vlb_images must not be negative, got -1\n",
@@ -200,6 +202,7 @@ MISTAKES = {
     "compare digits --out /dev/null/results": "noiseclock: cannot write into /dev/null/results (Not a directory); choose a folder that can be",
     "report": "Missing from noiseclock report: RESULTS",
     "report nowhere": "noiseclock: there is no folder nowhere; give the one that `noiseclock compare` has written\n",
+    "report . --at 5": "noiseclock: no training in . was evaluated at update 5\n",
     "report . --format pdf": "noiseclock: unknown format 'pdf'; known: html, markdown, png\n",
     "analyze digts": "noiseclock: unknown recipe 'digts' (did you mean digits?)",
     "analyze digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
@@ -366,9 +369,35 @@ def test_a_training_that_several_workers_come_across_counts_once(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(cli_results, "console", Console(file=shown, force_terminal=True, width=100))
     plan = replace(SMALL, seeds=(0,))
-    cli_results._followed([Event(cell, point={"step": 4}) for cell in plan.cells()] + [Event(cell) for cell in plan.cells()] * 2, plan, 3)
+    cli_results._followed([Event(cell, point={"step": 4}) for cell in plan.cells()] + [Event(cell) for cell in plan.cells()] * 2, 4, 3)
     assert re.findall(r"(\d+) of 3 trainings", shown.getvalue())[-1] == "3"
     assert "100%" in shown.getvalue()
+
+
+def test_trainings_that_were_stopped_are_compared_there_and_the_chosen_ones_go_on(done, capsys, tmp_path):
+    """Stopped half-way, the table is of that update; one of them goes on, and ends as if it had never been stopped."""
+    whole, _ = done
+    shown = said(capsys, *comparison(tmp_path / "halves", *SAMPLERS, "--until", "2"))
+    assert "validation loss after 2 updates" in shown
+    assert shown.count("after 2 updates, ") == 6 + shown.count("On digits, after 2 updates, ")  # a line for each training
+    assert "report-2.html" in shown
+    there = read(tmp_path / "halves", at=2)
+    assert there.problems == []
+    assert [cell.points for cell in there.cells] == [
+        [{**point, "seconds": mine["seconds"]} for point, mine in zip(cell.points[:1], other.points, strict=True)]
+        for cell, other in zip(read(whole, at=2).cells, there.cells, strict=True)
+    ]
+    assert said(capsys, *comparison(tmp_path / "halves", *SAMPLERS, "--until", "2")).endswith("report-2.html\n")  # nothing is left to do
+    said(capsys, *comparison(tmp_path / "halves", "--samplers", "uniform", "min-snr"))
+    found = {cell.method: cell for cell in read(tmp_path / "halves").cells if cell.seed == 0}
+    assert {method: cell.finished for method, cell in found.items()} == {"uniform": True, "min-snr": True, "uniform+constant": False}
+    for cell in (whole / "cells").iterdir():
+        if not cell.name.startswith("uniform_") and not cell.name.startswith("uniform+"):
+            assert differing(state_of(tmp_path / "halves" / "cells" / cell.name), state_of(cell)) == []
+    # the report says what it is of, and how to make it
+    text = (tmp_path / "halves" / "report-2.html").read_text()
+    assert "2 of 4 updates" in text
+    assert "--until 2" in text
 
 
 # --- the command that the report shows ----------------------------------------------------------------------------------------------------

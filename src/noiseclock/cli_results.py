@@ -42,6 +42,8 @@ class Compare:
     """pictures in each evaluation; 0 for none"""
     vlb_images: int = 100
     """held-out images for bits per dimension; 0 for none"""
+    until: int | None = None
+    """stop each training after the evaluation at that update, to drop methods that lag; run again without, and the named ones go on"""
     out: str = ""
     """folder of the results; results/RECIPE unless given"""
     jobs: int = 1
@@ -63,6 +65,8 @@ class Report:
     """the file, or the folder of the figures; beside the results unless given"""
     format: str = "html"
     """html, markdown or png"""
+    at: int | None = None
+    """as of that update, at which trainings that were stopped there count too; the last common one unless given"""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,9 @@ def compare(argv: list[str]) -> int:
     plan, shard, device = _plan(options, base), _shard(options.shard), check_device(options.device)
     if options.merge:
         console.print(f"{merge(folder, options.merge)} trainings joined to {folder}")
-    events = by_workers(plan, folder, options.jobs, shard=shard, device=device)
-    _followed(events, plan, len(plan.cells()[shard[0] :: shard[1]]))
-    return _summary(folder)
+    events = by_workers(plan, folder, options.jobs, shard=shard, device=device, until=options.until)
+    _followed(events, options.until or plan.base.updates, len(plan.cells()[shard[0] :: shard[1]]))
+    return _summary(folder, options.until)
 
 
 def _plan(options: Compare, base: Any) -> Plan:
@@ -115,9 +119,8 @@ def _shard(text: str) -> tuple[int, int]:
     return int(number) - 1, int(of)
 
 
-def _followed(events: Iterable[Event], plan: Plan, cells: int) -> None:
+def _followed(events: Iterable[Event], updates: int, cells: int) -> None:
     """Show a comparison, or this machine's share of it, as it goes."""
-    updates = plan.base.updates
     reached: dict[Any, int] = {}
     finished = set()  # not a number: with several workers, each of them comes across a cell that one has finished
     columns = (BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
@@ -143,7 +146,7 @@ def _quality(point: dict[str, Any]) -> str:
     return f"{first}held-out loss {point['validation']:.4g} after {point['step']:,} updates, {point['seconds']:.0f} s"
 
 
-def _summary(folder: Path) -> int:
+def _summary(folder: Path, at: int | None) -> int:
     from rich import box
     from rich.table import Table
 
@@ -151,7 +154,7 @@ def _summary(folder: Path) -> int:
     from noiseclock.lab.report import write
     from noiseclock.lab.results import read
 
-    results = read(folder)
+    results = read(folder, at=at)
     for metric in statistics.measured(results)[:1]:
         found = statistics.table(results, metric)
         direction = "higher" if found.higher_is_better else "lower"
@@ -164,7 +167,7 @@ def _summary(folder: Path) -> int:
             table.add_row(*line)
         console.print(table)
     console.print(statistics.answer(results))
-    console.print(f"report: {write(folder)}")
+    console.print(f"report: {write(folder, at=at)}")
     return 0
 
 
@@ -190,7 +193,7 @@ def report(argv: list[str]) -> int:
     options = parsed(Report, argv, "noiseclock report")
     from noiseclock.lab.report import write
 
-    console.print(f"written to {write(options.results, options.out, format=options.format)}")
+    console.print(f"written to {write(options.results, options.out, format=options.format, at=options.at)}")
     return 0
 
 

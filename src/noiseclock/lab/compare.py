@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -128,33 +128,46 @@ class Event(NamedTuple):
     failure: str = ""
 
 
-def compare(plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), device: str | None = None) -> Iterator[Event]:
+def compare(
+    plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
+) -> Iterator[Event]:
     """Run every cell that is not finished and that no one else is running; yields what happens.
 
-    shard: (i, n) takes every n-th cell only, for machines that share no disk; put their folders together afterwards with `merge`.
+    shard: (i, n) takes every n-th cell only, for machines that share no disk; put their folders together afterwards with `merge`. until: stop each
+    cell after the evaluation at that update; run those that are worth it again, without or with a later one, and they go on.
     """
-    folder = Path(folder)
+    folder, until = Path(folder), _until(plan, until)
     begin(plan, folder, device)
     for cell in plan.cells()[shard[0] :: shard[1]]:
         try:
             with lock(folder / "locks" / cell.slug):
-                yield from run(plan, cell, folder / "cells" / cell.slug, device)
+                yield from run(plan, cell, folder / "cells" / cell.slug, device, until)
         except Busy:
             continue
         except Failure as error:  # a method that diverges is a result: the others go on, and it counts as not finished
             yield Event(cell, failure=str(error))
 
 
-def by_workers(plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, int] = (0, 1), device: str | None = None) -> Iterator[Event]:
+def _until(plan: Plan, until: int | None) -> int:
+    last = plan.base.updates if until is None else until
+    if last < 1 or last > plan.base.updates or last % plan.every:
+        raise Mistake(f"trainings can stop where they are evaluated, every {plan.every:,} updates up to {plan.base.updates:,}, got until={last:,}")
+    return last
+
+
+def by_workers(
+    plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
+) -> Iterator[Event]:
     """`compare` with so many processes at a time, which share the cores: a small network does not keep more than one of them busy."""
     if jobs == 1:
-        yield from compare(plan, folder, shard=shard, device=device)
+        yield from compare(plan, folder, shard=shard, device=device, until=until)
         return
+    _until(plan, until)
     begin(plan, Path(folder), device)
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
     threads = max((os.cpu_count() or 1) // jobs, 1)
-    workers = [context.Process(target=_work, args=(events, threads, plan, folder, shard, device)) for _ in range(jobs)]
+    workers = [context.Process(target=_work, args=(events, threads, plan, folder, shard, device, until)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     with ExitStack() as stack:
@@ -188,12 +201,12 @@ def _end(workers: Sequence[Any]) -> None:
         worker.join()
 
 
-def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None) -> None:
+def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None, until: int | None) -> None:
     torch.set_num_threads(threads)
     threading.Thread(target=_outlived, daemon=True).start()
     warnings.showwarning = lambda message, *_: events.put(UserWarning(str(message)))  # one process writes to the terminal
     try:
-        for event in compare(plan, folder, shard=shard, device=device):
+        for event in compare(plan, folder, shard=shard, device=device, until=until):
             events.put(event)
         events.put(None)
     except (Mistake, Failure) as error:
@@ -233,8 +246,8 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
     write_json(path, {**mine, "made with": surroundings(where, 1)})
 
 
-def run(plan: Plan, cell: Cell, folder: Path, device: str | None) -> Iterator[Event]:
-    """Train one cell, or go on with it, and evaluate it on the way."""
+def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) -> Iterator[Event]:
+    """Train one cell up to an update, or go on with it, and evaluate it on the way."""
     if (folder / "finished.json").exists():
         yield Event(cell)
         return
@@ -247,13 +260,21 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None) -> Iterator[Ev
     record = None
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
+        if until < plan.base.updates and until in _lines(folder / "points.jsonl"):
+            yield Event(cell)
+            return
         due = reached > 0 and reached % plan.every == 0
         if due and reached not in _lines(folder / "points.jsonl"):  # stopped between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
-        for record in train(recipe, folder, device=device):
-            yield Event(cell, record)
-            if record.step % plan.every == 0:
-                yield Event(cell, record, evaluate(plan, folder, record.step, points, where))
+        with closing(train(recipe, folder, device=device)) as updates:
+            for record in updates if reached < until else ():
+                yield Event(cell, record)
+                if record.step % plan.every == 0:
+                    yield Event(cell, record, evaluate(plan, folder, record.step, points, where))
+                if record.step == until:
+                    break
+    if until < plan.base.updates:
+        return
     seconds = record.seconds if record is not None else checkpoint.load(folder)[1]["seconds"]
     write_json(folder / "finished.json", {"step": plan.base.updates, "seconds": seconds})
 

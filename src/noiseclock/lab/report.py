@@ -23,13 +23,18 @@ __all__ = ["figures", "markdown", "page", "write"]
 FORMATS = {"html": "report.html", "markdown": "report.md", "png": "figures"}
 
 
-def write(folder: str | Path, out: str | Path | None = None, *, format: str = "html") -> Path:
-    """Write the report on a folder of results, into that folder unless `out` is given, and give back where it is."""
+def write(folder: str | Path, out: str | Path | None = None, *, format: str = "html", at: int | None = None) -> Path:
+    """Write the report on a folder of results, into that folder unless `out` is given, and give back where it is. at: as of that update."""
     folder = Path(folder)
     choose("format", format, FORMATS)
     if not folder.is_dir():
         raise Mistake(f"there is no folder {folder}; give the one that `noiseclock compare` has written")
-    path, results = Path(out) if out else folder / FORMATS[format], read(folder)
+    results = read(folder, at=at)
+    if at is not None and not any(cell.finished for cell in results.cells):
+        raise Mistake(f"no training in {folder} was evaluated at update {at:,}")
+    path = Path(out) if out else folder / FORMATS[format]
+    if at is not None and not out:
+        path = path.with_name(f"{path.stem}-{at}{path.suffix}")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if format == "png":

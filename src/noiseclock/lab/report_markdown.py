@@ -79,8 +79,9 @@ def facts(results: Results) -> list[str]:
     point = next((cell.points[-1] for cell in results.cells if cell.points), {})
     batch = f" of {settings['batch']} images" if isinstance(settings.get("batch"), int) else ""
     solver = f" by {point['solver']} in {point.get('solver_steps', '?')} steps" if "solver" in point else ""
+    until = f"{config['until']:,} of " if config.get("until", settings.get("updates")) != settings.get("updates") else ""
     known = [
-        f"{settings['updates']:,} updates{batch}" if isinstance(settings.get("updates"), int) else "",
+        f"{until}{settings['updates']:,} updates{batch}" if isinstance(settings.get("updates"), int) else "",
         f"learning rate {results.lr:g}" if results.lr is not None else "",
         f"evaluated every {config['every']:,} updates" if "every" in config else "",
         f"{point['samples']:,} samples{solver}" if "samples" in point else "",
@@ -98,7 +99,9 @@ def command(results: Results) -> str:
         "--samplers": config.get("methods", results.methods),
         "--seeds": [len(seeds)] if seeds == list(range(len(seeds))) else seeds,
         "--lr": config.get("lrs", results.lrs),
-        **{f"--{name.replace('_', '-')}": [config[name]] for name in ("every", "samples", "vlb_images") if isinstance(config.get(name), int)},
+        **{
+            f"--{name.replace('_', '-')}": [config[name]] for name in ("every", "samples", "vlb_images", "until") if isinstance(config.get(name), int)
+        },
     }
     options = {name: values for name, values in options.items() if values}
     options |= {_option(name, settings[name]): _values(settings[name]) for name in changed if name in settings}

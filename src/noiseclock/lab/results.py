@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,16 @@ class Results:
         return sorted(found, key=lambda cell: (cell.lr, cell.seed))
 
 
-def read(folder: str | Path) -> Results:
-    """What a comparison has written so far."""
+def read(folder: str | Path, *, at: int | None = None) -> Results:
+    """What a comparison has written so far. at: as if it had ended with that update, at which every training that was evaluated there is finished."""
     folder = Path(folder)
     problems: list[str] = []
     config = _config(folder / "compare.json", problems)
     cells = [cell for path in _inside(folder / "cells") if (cell := _cell(path, problems))]
     cells = _once_each(cells, problems)
+    if at is not None:
+        cells = [_up_to(cell, at) for cell in cells]
+        config = {**config, "until": at}
     if not cells:
         problems.append("there is no cell that can be read, so there is nothing to compare")
     return Results(config, cells, problems + _not_there(config, cells) + _not_alike(cells))
@@ -200,6 +203,14 @@ def _not_alike(cells: list[Cell]) -> list[str]:
                 seen.setdefault(name, Counter())[_shown(value)] += 1
     different = {name: [f"{value} in {n}" for value, n in values.items()] for name, values in seen.items() if len(values) > 1}
     return [f"the cells have different settings, {_shown(name)} is {_some(values)}" for name, values in different.items()]
+
+
+def _up_to(cell: Cell, at: int) -> Cell:
+    """A training as it was after an update."""
+    points, train, validations = ([record for record in records if record["step"] <= at] for records in (cell.points, cell.train, cell.validations))
+    pictures = {step: path for step, path in cell.pictures.items() if step <= at}
+    finished = any(point["step"] == at for point in points)
+    return replace(cell, points=points, train=train, validations=validations, pictures=pictures, finished=finished)
 
 
 def _key(cell: Cell) -> tuple[str, float, int]:

@@ -16,7 +16,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -78,7 +78,7 @@ class Record:
     sampler: str = ""
 
 
-def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shard: bool = False) -> Iterator[Record]:
+def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shard: bool = False) -> Generator[Record, None, None]:
     """Train, or go on training, into `folder`; yields after every update.
 
     device: "cpu", "cuda" or none for what there is. shard: spread the model over the ranks (FSDP2). Ctrl-C and SIGTERM end it after the update
