@@ -11,6 +11,7 @@ import unicodedata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 import yaml
 
 import noiseclock as nc
+from noiseclock.core.names import SAMPLERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -54,9 +56,12 @@ def prose(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    """Top to bottom in one namespace, warnings being errors, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [page.name])
+    run(page, tmp_path, monkeypatch)
+
+
+def run(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Its blocks, top to bottom in one namespace, which is given back; warnings are errors."""
+    monkeypatch.chdir(folder)
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")  # a dataclass looks its module up
     monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.manual_seed(0)
@@ -64,7 +69,28 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         if block.kind == "not run" or (block.kind == "needs" and importlib.util.find_spec(block.what) is None):
             continue
         # padded, so that a traceback names the line of the page
-        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), module.__dict__)
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        with patch.dict(SAMPLERS):  # a page may add to them
+            exec(code, module.__dict__)
+    return module
+
+
+def test_blocks_run_together_unless_a_comment_says_why_not(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    parts = [
+        "```python\nx = 1\n```",
+        "- a list\n\n  ```python\n  x += 1\n  ```",
+        "<!-- not run: it would fail at once -->\n```python\nx / 0\n```",
+        "<!-- needs: no_such_package -->\n\n```python\nimport no_such_package\n```",
+        "<!-- needs: torch -->\n```python\nx += 1\n```",
+        "```text\nno Python\n```\n",
+    ]
+    page.write_text("\n\n".join(parts))
+    assert run(page, tmp_path, monkeypatch).x == 3
+    page.write_text("# Title\n\n```python\nx = 1\nx / 0\n```\n")
+    with pytest.raises(ZeroDivisionError) as failed:
+        run(page, tmp_path, monkeypatch)
+    assert failed.traceback[-1].lineno == 4  # from 0: the line of the page
 
 
 def test_a_block_is_left_out_for_a_reason_only():
@@ -231,6 +257,16 @@ def test_every_public_name_is_in_the_reference():
         thing = getattr(nc, name)
         path = f"noiseclock.{name}" if not inspect.ismodule(thing) else thing.__name__
         assert re.search(rf"^::: {re.escape(path)}$", text, re.MULTILINE), name
+
+
+def test_the_cifar_table_is_the_logs():
+    """It is quoted, so that the two cannot tell different numbers."""
+    choose, log = (DOCS / "choose.md").read_text(), (DOCS / "log.md").read_text()
+    quoted = re.search(r"<!-- begin: CIFAR-10 table[^>]*-->(.*)<!-- end: CIFAR-10 table -->", choose, re.DOTALL)
+    assert quoted
+    rows = [line for line in quoted[1].splitlines() if re.search(r"\d", line) and line.startswith("|")]
+    assert len(rows) >= 3
+    assert [row for row in rows if row not in log.splitlines()] == []
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------------------------
