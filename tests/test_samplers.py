@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +10,9 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 
 import noiseclock as nc
-from noiseclock.core.samplers import TINY, Cells
+from noiseclock.core.contract import PROMISES
+from noiseclock.core.samplers import Cells
 
-BELOW_ONE = math.nextafter(1, 0)
 T = 1000
 LINEAR, COSINE, EDM, FLOW = (nc.schedule(name) for name in ("linear", "cosine", "edm", "flow"))
 ZERO = nc.schedule("linear", zero_terminal_snr=True)
@@ -63,53 +62,10 @@ def _midway():
         sampler.advance(4)
 
 
-def log_pmf(sampler: Any, steps: int = T) -> torch.Tensor:
-    return sampler.log_pmf(torch.arange(steps), steps)
-
-
-def cells_inside(sampler: Any, steps: int = T) -> torch.Tensor:
-    lo, hi = sampler.support
-    borders = torch.arange(steps + 1) / steps
-    return (borders[:-1] >= lo - 1e-9) & (borders[1:] <= hi + 1e-9)
-
-
-def integral_over_cells(sampler: Any, steps: int) -> np.ndarray:
-    """∫ density over each cell: 24 Gauss-Legendre nodes, after u = w⁸ in the two end cells, which a power law may make infinite."""
-    nodes, weights = np.polynomial.legendre.leggauss(24)
-    nodes, weights = (nodes + 1) / 2, weights / 2
-    total = np.empty(steps)
-    density = lambda u: np.exp(sampler.log_prob(torch.as_tensor(u)).numpy())  # noqa: E731
-    grid = (np.arange(1, steps - 1)[:, None] + nodes) / steps
-    total[1:-1] = (density(grid) * weights).sum(1) / steps
-    powers, jacobian = nodes**8, 8 * nodes**7
-    total[0] = (density(powers / steps) * weights * jacobian).sum() / steps
-    total[-1] = (density(1 - powers / steps) * weights * jacobian).sum() / steps
-    return total
-
-
 @every_sampler
-def test_step_probabilities_sum_to_one(sampler):
-    for steps in (2, 37, T):
-        assert log_pmf(sampler, steps).exp().sum().item() == pytest.approx(1, abs=1e-12)
-
-
-@every_sampler
-def test_density_integrates_to_the_step_probabilities(sampler):
-    """And so to one. Quadrature is exact to rounding but for the end cells of Beta(½, ½), where 1-u⁸ has lost digits near 1."""
-    pmf = log_pmf(sampler).exp().numpy()
-    assert np.abs(integral_over_cells(sampler, T) - pmf).max() < 1e-9
-
-
-@every_sampler
-def test_draws_follow_the_density(sampler):
-    n = 100_000
-    time = sampler.sample(n, generator=torch.Generator().manual_seed(1)).time
-    assert time.shape == (n,)
-    assert time.dtype == torch.float64
-    drawn = torch.bincount((time * T).floor().long(), minlength=T).cumsum(0) / n
-    distance = (drawn - log_pmf(sampler).exp().cumsum(0)).abs().max().item()
-    # Kolmogorov: P(√n·D > 1.95) = 0.001
-    assert distance * math.sqrt(n) < 1.95
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_the_contract(sampler, promise):
+    promise(sampler, T)
 
 
 @pytest.mark.parametrize("sampler", [s for s in CONTRACT if isinstance(s, nc.Density)], ids=repr)
@@ -117,64 +73,6 @@ def test_draws_follow_the_density_within_the_steps_too(sampler):
     time = sampler.sample(100_000, generator=torch.Generator().manual_seed(2)).time
     result = scipy.stats.kstest(time.numpy(), lambda u: sampler.cdf(torch.as_tensor(u)).numpy())
     assert result.pvalue > 0.001
-
-
-@every_sampler
-def test_stratified_uniforms_give_quantiles(sampler):
-    """With one uniform in the middle of each of n strata, the share of draws in each step is off by at most the two ends of each part."""
-    n = 100_000
-    time = sampler.sample(n, uniforms=(torch.arange(n, dtype=torch.float64) + 0.5) / n).time
-    share = torch.bincount((time * T).floor().long(), minlength=T) / n
-    parts = 4  # a blend of blends draws from three parts, SpeeD's dual from two
-    assert (share - log_pmf(sampler).exp()).abs().max() < parts / n
-
-
-@every_sampler
-def test_log_prob_of_a_draw_is_log_prob_at_its_time(sampler):
-    draw = sampler.sample(1000, generator=torch.Generator().manual_seed(0))
-    # Mode knows v and does not invert it again; bisection leaves one bit
-    assert torch.allclose(draw.log_prob, sampler.log_prob(draw.time), rtol=0, atol=1e-9)
-
-
-@every_sampler
-def test_the_ends_of_time(sampler):
-    ends = torch.tensor([0.0, BELOW_ONE], dtype=torch.float64)
-    drawn = sampler.sample(2, uniforms=ends).time
-    assert ((drawn >= 0) & (drawn < 1)).all()
-    lo, hi = sampler.support
-    assert (drawn >= lo - 1e-12).all()
-    assert (drawn <= hi).all()
-    log_prob = sampler.log_prob(torch.cat([ends, ends.float().clamp(max=1 - 2**-24).double()]))
-    assert not log_prob.isnan().any()
-    if (lo, hi) == (0.0, 1.0):
-        assert log_prob.isfinite().all()
-
-
-@every_sampler
-def test_every_time_in_the_support_can_be_drawn(sampler):
-    inside = cells_inside(sampler)
-    # a density so narrow that float64 holds 0 for a step keeps TINY there
-    floor = math.log(TINY) - 1e-6 if isinstance(sampler, nc.LogSNRNormal) else -math.inf
-    assert (log_pmf(sampler)[inside] > floor).all()
-    assert sampler.log_prob((torch.arange(T, dtype=torch.float64)[inside] + 0.5) / T).isfinite().all()
-
-
-@every_sampler
-def test_the_mean_of_base_over_p_is_one(sampler):
-    """E_p[base/p] by quadrature over the uniform: draws and densities come from different code. With a floor of 5 % the ratio is at most 20.
-
-    The midpoint rule errs by at most the ratio's total variation over n: ten rises and falls of 20 over 200,000.
-    """
-    n = 200_000
-    draw = nc.Mixture(sampler, floor=0.05).sample(n, uniforms=(torch.arange(n, dtype=torch.float64) + 0.5) / n)
-    assert (-draw.log_prob).exp().mean().item() == pytest.approx(1, abs=10 * 20 / n)
-
-
-@every_sampler
-def test_same_generator_same_draws(sampler):
-    first, second, other = (sampler.sample(50, generator=torch.Generator().manual_seed(seed)).time for seed in (3, 3, 4))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
 
 
 @every_sampler
@@ -190,16 +88,112 @@ def test_repr_rebuilds_and_state_round_trips(sampler):
 
 
 @every_sampler
-def test_times_on_other_devices_stay_there(sampler):
-    draw = sampler.sample(4, uniforms=torch.empty(4, device="meta", dtype=torch.float64))
-    assert draw.time.device.type == draw.log_prob.device.type == "meta"
-
-
-@every_sampler
 def test_every_sampler_is_bound_by_a_clock(sampler):
     schedule = next((s for s in (EDM, FLOW, COSINE, ZERO) if repr(s) in repr(sampler)), LINEAR)
     batch = nc.Clock(schedule, sampler, correct="none").draw(torch.zeros(8, 2))
     assert ((batch.time >= 0) & (batch.time < 1)).all()
+
+
+@dataclass(frozen=True)
+class Rising(nc.Density):
+    """p(u) = 2u: right as it is, and below with one thing wrong at a time."""
+
+    def icdf(self, v):
+        return v.double().sqrt()
+
+    def mass(self, lo, hi):
+        return hi**2 - lo**2
+
+    def log_prob(self, time, *, x0=None):
+        return (2 * time.double().clamp(min=1e-18)).log()
+
+
+class Unnormalised(Rising):
+    def mass(self, lo, hi):
+        return 1.001 * (hi**2 - lo**2)
+
+
+class OtherDensity(Rising):
+    def log_prob(self, time, *, x0=None):
+        return torch.zeros_like(time)
+
+
+class OtherDraws(Rising):
+    def icdf(self, v):
+        return v.double()
+
+
+class IgnoresUniforms(Rising):
+    def sample(self, n, *, x0=None, uniforms=None, generator=None):
+        return super().sample(n, generator=torch.Generator().manual_seed(0) if generator is None else generator)
+
+
+class WrongAboutItsDraws(Rising):
+    def sample(self, n, *, x0=None, uniforms=None, generator=None):
+        draw = super().sample(n, uniforms=uniforms, generator=generator)
+        return nc.Draw(draw.time, draw.log_prob + 1e-6)
+
+
+class InfiniteAtZero(Rising):
+    def log_prob(self, time, *, x0=None):
+        return (2 * time.double()).log()
+
+
+class WithAGap(Rising):
+    """Nothing between 0.4 and 0.6, which its support does not say."""
+
+    def icdf(self, v):
+        return torch.where(v < 0.5, 0.8 * v, 0.2 + 0.8 * v)
+
+    def mass(self, lo, hi):
+        return sum(hi.clamp(*part) - lo.clamp(*part) for part in ((0.0, 0.4), (0.6, 1.0))) / 0.8
+
+    def log_prob(self, time, *, x0=None):
+        return torch.where((time < 0.4) | (time >= 0.6), -math.log(0.8), -math.inf).double()
+
+
+class OwnChance(Rising):
+    def sample(self, n, *, x0=None, uniforms=None, generator=None):
+        # right for many draws, which is how the other promises look at it
+        return super().sample(n, uniforms=uniforms, generator=generator if n > 50 else None)
+
+
+class TakesAnyState(Rising):
+    def load_state_dict(self, state):
+        pass
+
+
+class OnTheHost(Rising):
+    def sample(self, n, *, x0=None, uniforms=None, generator=None):
+        return super().sample(n, uniforms=None if uniforms is not None and uniforms.is_meta else uniforms, generator=generator)
+
+
+def test_a_sampler_of_ones_own_can_be_checked():
+    nc.check_sampler(Rising())
+    with pytest.raises(ValueError, match="needs a noise schedule"):
+        nc.check_sampler(nc.SpeeD())
+    nc.check_sampler(nc.Clock("linear", nc.SpeeD()).sampler)
+    nc.check_sampler(nc.Clock("linear", nc.LossSecondMoment(bins=50)).sampler)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (Unnormalised, "the probabilities of 2 steps add up to 1.001 and not to 1"),
+        (OtherDensity, "log_prob integrated over step 0 of 1000 differs from log_pmf by 0.001"),
+        (OtherDraws, "away from log_pmf"),
+        (IgnoresUniforms, "sample must use `uniforms`"),
+        (WrongAboutItsDraws, "differs from log_prob at its time by 1e-06"),
+        (InfiniteAtZero, "must be finite at both ends of time"),
+        (WithAGap, "some steps in it have no probability"),
+        (OwnChance, "must depend on the generator"),
+        (TakesAnyState, "without an error"),
+        (OnTheHost, "must give times and log_prob on that device, got them on cpu"),
+    ],
+)
+def test_a_broken_promise_is_named(sampler, message):
+    with pytest.raises(ValueError, match=message):
+        nc.check_sampler(sampler())
 
 
 # --- each density against its closed form ----------------------------------------------------------------------------------------------

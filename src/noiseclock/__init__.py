@@ -10,6 +10,7 @@ from noiseclock.core import likelihood, measure, objectives, schedules
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.clock import Clock, PlotData
+from noiseclock.core.contract import check_sampler
 from noiseclock.core.gradient_variance import GradientVariance
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.lookahead import Lookahead
@@ -84,6 +85,7 @@ __all__ = [
     "Uniform",
     "VarianceOptimal",
     "Weighting",
+    "check_sampler",
     "likelihood",
     "measure",
     "objective",
