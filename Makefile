@@ -1,13 +1,14 @@
 # make demo   seven methods compared on small digits: a report with pictures in about five minutes
 # make test   the test suite, doctests included (make test-slow: the tests that take minutes)
 # make lint   ruff and mypy (strict)
+# make docs   the documentation as a site, in site/
 # Each creates .venv from requirements.lock on first use, with Python 3.11 or newer.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow lint docs format clean
 
 demo: $(READY)
 	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm --seeds 3 --out results/demo \
@@ -23,6 +24,9 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff check --fix
