@@ -28,8 +28,8 @@ from noiseclock.lab.train import Record, Run, train
 
 # A DiT of one block and 12,000 parameters on 8x8 digits, 20 steps of noise: an update takes 10 ms. Nothing is shown or saved unless asked for.
 TINY = replace(
-    recipe("digits"), model="dit", channels=16, head_channels=8, blocks=1, patch=4, batch=16, updates=8, warmup=4, steps=20, solver_steps=2,
-    log_every=1, save_every=0, validate_every=0, sample_every=0, track=(),
+    recipe("digits"), sampler="uniform", model="dit", channels=16, head_channels=8, blocks=1, patch=4, batch=16, updates=8, warmup=4, steps=20,
+    solver_steps=2, log_every=1, save_every=0, validate_every=0, sample_every=0, track=(),
 )  # fmt: skip
 UNET = replace(TINY, model="unet", channels=8, head_channels=0, multipliers=(1,), attention=())
 

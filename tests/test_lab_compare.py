@@ -123,6 +123,8 @@ def test_a_comparison_from_beginning_to_end(tmp_path):
     assert len(list(compare(plan(seeds=(0, 1)), tmp_path, device="cpu"))) == 4
     with pytest.raises(Mistake, match="holds another comparison"):
         list(compare(plan(samples=50), tmp_path, device="cpu"))
+    # the recipe's own sampler, which every cell replaces, is not one of them
+    assert len(list(compare(replace(whole, base=replace(whole.base, sampler="speed")), tmp_path, device="cpu"))) == 4
 
 
 def test_cells_of_one_seed_start_alike_and_see_the_same_images(tmp_path):

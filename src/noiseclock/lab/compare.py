@@ -350,7 +350,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     """What must be the same in all runs of one comparison, one entry a setting."""
     apart = (*GROWS, "baseline", "changed", "settings", "made with")
-    return {name: value for name, value in config.items() if name not in apart} | completed(config["settings"])
+    settings = {name: value for name, value in completed(config["settings"]).items() if name not in OF_THE_CELL}
+    return {name: value for name, value in config.items() if name not in apart} | settings
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:

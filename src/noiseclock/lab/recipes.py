@@ -1,7 +1,8 @@
 """Set-ups by name: everything that decides what a run learns, as one frozen table.
 
 A recipe is what `noiseclock train NAME` runs; every field can be changed on the command line. The ones from papers hold what those print:
-"adaptive paper" is arXiv 2411.09998 (its Tables 7 to 9), "SpeeD" 2405.17403.
+"adaptive paper" is arXiv 2411.09998 (its Tables 7 to 9), "SpeeD" 2405.17403. Our own (digits, mnist, cifar10-sprint) sample by what measured best
+here (docs/choose.md).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Recipe:
     objective: str = "eps"
     """eps, x0, v, flow or edm"""
     sampler: str = "uniform"
-    """which noise levels are trained, e.g. adaptive or speed:k=5"""
+    """which noise levels are trained, e.g. variance-optimal or speed:k=5"""
     weighting: str = "constant"
     """what each noise level's loss counts, e.g. min-snr:gamma=5"""
     correct: str = "auto"
@@ -204,15 +205,15 @@ _DIT = Recipe(
 RECIPES: dict[str, Entry] = {
     "digits": Entry(
         Recipe(
-            data="digits", channels=32, multipliers=(1, 2), blocks=1, attention=(4,), batch=64, lr=1e-3, warmup=100, ema=0.995, updates=2000,
-            save_every=500, validate_every=500, sample_every=500,
+            data="digits", sampler="variance-optimal", channels=32, multipliers=(1, 2), blocks=1, attention=(4,), batch=64, lr=1e-3, warmup=100,
+            ema=0.995, updates=2000, save_every=500, validate_every=500, sample_every=500,
         ),
         "8x8 digits, comes with scikit-learn", "nothing", "0.7 M parameters, minutes on 2 cores",
     ),
     "mnist": Entry(
         Recipe(
-            data="mnist", channels=32, multipliers=(1, 2, 2), blocks=2, attention=(7,), batch=128, lr=5e-4, warmup=200, ema=0.999,
-            updates=10_000, sample_every=1000,
+            data="mnist", sampler="variance-optimal", channels=32, multipliers=(1, 2, 2), blocks=2, attention=(7,), batch=128, lr=5e-4,
+            warmup=200, ema=0.999, updates=10_000, sample_every=1000,
         ),
         "28x28 handwritten digits", "MNIST", "1.6 M parameters, hours on a CPU, minutes on a GPU",
     ),
@@ -221,8 +222,8 @@ RECIPES: dict[str, Entry] = {
     "cifar10-quadratic": _cifar10("quadratic"),
     "cifar10-sprint": Entry(
         Recipe(
-            data="cifar10", flip=True, channels=64, dropout=0.1, warmup=500, updates=20_000, ema=0.999, precision="bf16", compile=True,
-            log_every=100, save_every=2000, validate_every=2000, sample_every=4000,
+            data="cifar10", flip=True, sampler="variance-optimal", channels=64, dropout=0.1, warmup=500, updates=20_000, ema=0.999,
+            precision="bf16", compile=True, log_every=100, save_every=2000, validate_every=2000, sample_every=4000,
         ),
         "a CIFAR-10 model in minutes of one large GPU, for comparisons", "CIFAR-10, a GPU", "9.0 M parameters, 20k updates",
     ),
