@@ -49,16 +49,16 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     assert set(halves[0]).isdisjoint(halves[1])
     asked, priced = (torch.arange(half.start, half.stop, device=device) for half in halves)
     exact = probe.exact()
-    gradient = _gradient(exact, target, evenly(len(asked), number + 0.5, device), asked)
+    parameters = trained(probe.modules, probe.optimizer)
+    gradient = _gradient(exact, parameters, target, evenly(len(asked), number + 0.5, device), asked)
     direction = scaled(gradient, power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
-    return time, derivative(probe.modules, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight
+    return time, derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight
 
 
-def _gradient(probe: Probe, target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
+def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
     """∇J of some samples, the mean over all ranks; `.grad` stays as it is."""
-    parameters = trained(probe.modules)
     # a predict that replays graphs has one for gradients too
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
