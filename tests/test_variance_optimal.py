@@ -290,7 +290,7 @@ def test_where_the_answer_is_known_it_is_found():
     """Four steps with a parameter each, whose E‖g‖² has a closed form: the density is its root, above the floor."""
     model = Separate(values := (0.1, 0.4, 0.7, 1.0))
     clock = nc.Clock(FOUR_STEPS, nc.VarianceOptimal(every=1, bins=STEPS, decay=0.99, floor=0.1, gain=1.0))
-    clock.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    clock.attach(torch.optim.SGD(model.parameters(), lr=1e-12))  # too little to move it; at 0 nothing is priced
     root = np.sqrt(closed_form(FOUR_STEPS, np.array(values))[2])
     wanted = 0.9 * root / root.sum() + 0.1 / STEPS
     apart = []
