@@ -1,4 +1,4 @@
-"""Clocks from diffusers' schedulers against the schedulers' own functions, the training utilities against upstream's, and checkpoints by accelerate."""
+"""Clocks from diffusers' schedulers against the schedulers' own functions, its training utilities against ours, adapters, and accelerate."""
 
 import math
 import re
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
@@ -15,6 +16,7 @@ from diffusers import (
     EDMEulerScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    UNet2DConditionModel,
     training_utils as upstream,
 )
 from torch import nn
@@ -271,3 +273,101 @@ def test_min_snr_at_no_signal_is_a_number_here_and_none_in_the_scripts():
     assert mine.isfinite().all()
     with pytest.raises(TypeError, match=r"FlowMatchEulerDiscreteScheduler has no alphas_cumprod .* weighting=nc.MinSNR\(5\)"):
         ours.compute_min_snr_weights(FlowMatchEulerDiscreteScheduler(), steps)
+
+
+# --- accelerate, peft, the page ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerate_anew():
+    """It keeps its state for the process."""
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def stepped(clock, model, optimizer, updates, seed):
+    """The times of some updates."""
+    generator = torch.Generator().manual_seed(seed)
+    times = []
+    for _ in range(updates):
+        b = clock.draw(torch.randn(16, 4, generator=generator), predict=lambda x, t: model(x))
+        clock.loss(b, model(b.x_t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(b.time)
+    return torch.cat(times)
+
+
+SAMPLERS = {
+    "adaptive": nc.Adaptive(every=2, stride=50),
+    "variance-optimal": nc.VarianceOptimal(every=2, warmup=1, bins=4),
+    "loss-second-moment": nc.LossSecondMoment(warmup=1, bins=4),
+    "speed": nc.SpeeD(),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_accelerate_saves_a_clock_and_it_goes_on_bit_for_bit(name, tmp_path, monkeypatch, accelerate_anew):
+    monkeypatch.chdir(tmp_path)
+
+    def start():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = nn.Linear(4, 4), None
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        clock = clock_from(DDPMScheduler(), SAMPLERS[name], seed=4).attach(optimizer)
+        accelerator.register_for_checkpointing(clock)
+        return accelerator, model, optimizer, clock
+
+    accelerator, model, optimizer, clock = start()
+    stepped(clock, model, optimizer, 7, seed=1)
+    accelerator.save_state("checkpoint")
+    wanted = stepped(clock, model, optimizer, 7, seed=2)
+    accelerator, other, optimizer, again = start()
+    accelerator.load_state("checkpoint")
+    assert again.updates == 7
+    assert torch.equal(stepped(again, other, optimizer, 7, seed=2), wanted)
+    assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "variance-optimal", "lookahead"])
+def test_of_a_unet_with_adapters_only_the_adapters_are_probed(name):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    sizes = {"block_out_channels": (8,), "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": 6, "attention_head_dim": 4}
+    unet = UNet2DConditionModel(4, 1, 1, **sizes, **blocks)
+    unet.requires_grad_(False)
+    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    adapters = [p for p in unet.parameters() if p.requires_grad]
+    before = {key: p.detach().clone() for key, p in unet.named_parameters() if not p.requires_grad}
+    assert {key.split(".")[-3] for key, p in unet.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    seen = []
+
+    def watch(*_):
+        assert all(torch.equal(p, before[key]) for key, p in unet.named_parameters() if key in before)
+        seen.append(torch.cat([p.detach().flatten() for p in adapters]))
+
+    unet.register_forward_pre_hook(watch)
+    optimizer = torch.optim.AdamW(adapters, lr=1e-3)
+    sampler = nc.Adaptive(every=1, stride=250) if name == "adaptive" else nc.sampler(name, every=1, bins=4)
+    clock = clock_from(DDPMScheduler(), sampler).attach(optimizer)
+    for _ in range(3):
+        b = clock.draw(torch.randn(4, 1, 4, 4), predict=lambda x, t, words: unet(x, t, words).sample, cond=torch.randn(4, 3, 6))
+        clock.loss(b, unet(b.x_t, b.t, b.cond).sample).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert clock.sampler.probes == 3
+    assert len({tuple(values.tolist()) for values in seen}) >= (4 if name == "adaptive" else 9)  # moved by updates, and to both sides by a probe
+
+
+def test_the_page_is_true(tmp_path, monkeypatch, accelerate_anew):
+    """Its blocks run from top to bottom, and its examples exist."""
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "integrations-diffusers.md").read_text()
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), scope := {})
+    assert scope["weight"].shape == (16,)
+    examples = re.findall(r"`(examples/\w+\.py)`", page)
+    assert len(set(examples)) == 3
+    assert all((DOCS.parent / example).exists() for example in examples)
