@@ -331,6 +331,26 @@ def test_accelerate_saves_a_clock_and_it_goes_on_bit_for_bit(name, tmp_path, mon
     assert torch.equal(model.weight, other.weight)
 
 
+@pytest.mark.parametrize("name", ["variance-optimal", "lookahead"])
+def test_prices_do_not_drown_in_the_precision_that_accelerate_puts_into_the_model(name, accelerate_anew):
+    """It wraps the model's own forward in autocast, which no autocast around the call can switch off."""
+    prices = []
+    for precision in ("no", "bf16"):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 4))
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = accelerator.prepare(model, plain)
+        clock = clock_from(DDPMScheduler(), nc.sampler(name, bins=4)).attach(optimizer, model=model)
+        forward = model.forward
+        clock.probe(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), lambda x, t, model=model: model(x))
+        clock.sampler.after(clock._probe, None)
+        assert model.forward == forward
+        prices.append(clock.sampler.curve[0])
+        AcceleratorState._reset_state()
+    assert torch.equal(*prices)  # the squares of VarianceOptimal would be two to five times as high in bfloat16
+
+
 @pytest.mark.parametrize("name", ["adaptive", "variance-optimal", "lookahead"])
 def test_of_a_unet_with_adapters_only_the_adapters_are_probed(name):
     peft = pytest.importorskip("peft")

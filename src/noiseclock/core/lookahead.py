@@ -27,7 +27,7 @@ from noiseclock.core.checks import choose, take_finite
 from noiseclock.core.directions import derivative, local, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
-from noiseclock.core.probes import Probe, take_rows, undisturbed
+from noiseclock.core.probes import Probe, full_precision, take_rows, undisturbed
 from noiseclock.core.samplers import Setting
 from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
 
@@ -63,7 +63,7 @@ def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, tim
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
     total: list[Tensor] = []
-    with undisturbed(probe.modules, probe.x0.device), torch.autocast(probe.x0.device.type, enabled=False):
+    with undisturbed(probe.modules, probe.x0.device), full_precision(probe.modules, probe.x0.device):
         for start in range(0, len(rows), probe.rows):
             chosen, at = rows[start : start + probe.rows], time[start : start + probe.rows]
             x_t, wanted = noised(probe.schedule, probe.objective, probe.x0[chosen], probe.noise[chosen], at)
