@@ -55,7 +55,7 @@ def test_import_loads_nothing_but_torch_numpy_and_what_they_bring():
 import sys, json
 import torch, numpy, torch.distributed
 before = {name.split(".")[0] for name in sys.modules}
-import noiseclock
+import noiseclock, noiseclock.integrations
 noiseclock.Clock("linear", "uniform").draw(torch.zeros(2, 2))
 after = {name.split(".")[0] for name in sys.modules}
 print(json.dumps(sorted(after - before)))
@@ -63,6 +63,15 @@ print(json.dumps(sorted(after - before)))
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     new = set(json.loads(result.stdout)) - set(sys.stdlib_module_names)
     assert new == {"noiseclock"}
+
+
+def test_each_integration_is_imported_by_itself():
+    """Whoever uses one needs none of the others' libraries."""
+    assert imports(ROOT / "integrations" / "__init__.py") == []
+    for path in (ROOT / "integrations").glob("*.py"):
+        assert not [name for name in imports(path) if name.startswith("noiseclock.integrations")], path.name
+    outside = {name.split(".")[0] for name in imports(ROOT / "integrations" / "diffusers.py")} - set(sys.stdlib_module_names)
+    assert outside == {"diffusers", "torch", "noiseclock"}
 
 
 def test_everything_exported_exists_and_is_documented():

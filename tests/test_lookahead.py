@@ -83,9 +83,9 @@ def test_samples_that_gave_the_gradient_are_priced_too_high():
     same, apart, own = 0.0, 0.0, 0.0
     for number, probe in enumerate(probes_of(clock, model, data, 200, size=32)):
         rows, time = torch.arange(16), evenly(16, number, torch.device("cpu"))
-        direction = _gradient(probe, simple, time, rows)
-        same += float(derivative([model], direction, lambda p=probe, t=time, r=rows: p.losses(t, r)).mean())
-        apart += float(derivative([model], direction, lambda p=probe, t=time, r=rows + 16: p.losses(t, r)).mean())
+        direction = _gradient(probe, parameters, simple, time, rows)
+        same += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows: p.losses(t, r)).mean())
+        apart += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows + 16: p.losses(t, r)).mean())
         x_t, target = noised(clock.schedule, clock.objective, probe.x0[:16], probe.noise[:16], time)
         for loss in squared_error(model(x_t, clock.schedule.condition(time)), target):
             own += sum(float(g.square().sum()) for g in torch.autograd.grad(loss, parameters, retain_graph=True)) / 16 / 16
@@ -153,7 +153,7 @@ def asked(model, half: int):
     x0 = ring().sample(64, torch.Generator().manual_seed(4))[32 * half :][:32]
     clock.probe(x0, model)
     rows = torch.arange(16)
-    return _gradient(clock._probe.exact(), TARGETS["simple"](), evenly(16, 0.3, x0.device), rows), clock
+    return _gradient(clock._probe.exact(), list(model.parameters()), TARGETS["simple"](), evenly(16, 0.3, x0.device), rows), clock
 
 
 def _together(rank: int, port: int, results) -> None:

@@ -69,7 +69,7 @@ def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit
     parameters = trained([model])
     before = [p.detach().clone() for p in parameters]
     direction = normal(parameters, [1.0] * len(parameters), seed=3)
-    found = derivative([model], direction, lambda: model(x).square().mean(1))
+    found = derivative([model], parameters, direction, lambda: model(x).square().mean(1))
     for i in range(10):
         gradient = torch.autograd.grad(model(x[i : i + 1]).square().mean(), parameters)
         along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
@@ -80,10 +80,10 @@ def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        derivative([model], direction, broken)
+        derivative([model], parameters, direction, broken)
     assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
     with pytest.raises(ValueError, match=r"lost in parameters of torch\.bfloat16"):
-        derivative([nn.Linear(2, 2).to(torch.bfloat16)], [torch.ones(2, 2), torch.ones(2)], broken)
+        derivative([half := nn.Linear(2, 2).to(torch.bfloat16)], trained([half]), [torch.ones(2, 2), torch.ones(2)], broken)
 
 
 # --- the estimate -------------------------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_where_the_answer_is_known_it_is_found():
     """Four steps with a parameter each, whose E‖g‖² has a closed form: the density is its root, above the floor."""
     model = Separate(values := (0.1, 0.4, 0.7, 1.0))
     clock = nc.Clock(FOUR_STEPS, nc.VarianceOptimal(every=1, bins=STEPS, decay=0.99, floor=0.1, gain=1.0))
-    clock.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    clock.attach(torch.optim.SGD(model.parameters(), lr=1e-12))  # too little to move it; at 0 nothing is priced
     root = np.sqrt(closed_form(FOUR_STEPS, np.array(values))[2])
     wanted = 0.9 * root / root.sum() + 0.1 / STEPS
     apart = []
@@ -389,8 +389,8 @@ def _together(rank: int, port: int, results) -> None:
         direction = normal(parameters, [1.0] * len(parameters), seed=7)
         whole = [DTensor.from_local(d, p.device_mesh, p.placements).full_tensor() for d, p in zip(direction, parameters, strict=True)]
         x, t = torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(0, 800, 100)
-        results["sharded", rank] = derivative([model], direction, lambda: model(x, t).square().mean(1))
-        results["whole", rank] = derivative([alone := told()], whole, lambda: alone(x, t).square().mean(1))
+        results["sharded", rank] = derivative([model], parameters, direction, lambda: model(x, t).square().mean(1))
+        results["whole", rank] = derivative([alone := told()], trained([alone]), whole, lambda: alone(x, t).square().mean(1))
         results["restored", rank] = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
     finally:
         dist.destroy_process_group()

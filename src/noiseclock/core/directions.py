@@ -22,18 +22,29 @@ from noiseclock.core.table import wide
 STEP = 1e-3  # of the norm of the parameters
 
 
-def trained(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that are trained, each once."""
-    parameters = list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
+def trained(modules: list[nn.Module], optimizer: Any = None) -> list[nn.Parameter]:
+    """The parameters that are trained, each once: those that require a gradient and that the optimiser, if it is known, was given.
+
+    Not the frozen rest, as of a model that is tuned through adapters: it is neither perturbed nor copied, and its gradients do not count.
+    """
+    given = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = (p for module in modules for p in module.parameters() if p.requires_grad and (given is None or id(p) in given))
+    parameters = list({id(p): p for p in found}.values())
     if not parameters:
         raise ValueError("the model has no parameter that is trained")
     return parameters
 
 
+def stands_still(optimizer: Any) -> bool:
+    """Is the learning rate 0, as at the start of a warm-up, so that there is no metric?"""
+    return optimizer is not None and all(not isinstance(group["lr"], Tensor) and group["lr"] == 0 for group in optimizer.param_groups)
+
+
 def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor | float], str]:
     """P for each parameter, and why it is the identity where it is, or nothing.
 
-    Adam and AdamW: lr/(√v̂+ε) as of their last update. SGD: lr, whatever its momentum, which delays a step and does not turn it.
+    Adam and AdamW: lr/(√v̂+ε) as of their last update, 0 where no gradient was ever seen. SGD: lr, whatever its momentum, which delays a step and
+    does not turn it.
     """
     unit: list[Tensor | float] = [1.0] * len(parameters)
     if isinstance(optimizer, torch.optim.SGD):
@@ -63,6 +74,8 @@ def _adam(group: Any, states: list[Any]) -> list[Tensor]:
     torch._foreach_sqrt_(power)
     torch._foreach_add_(power, group["eps"])
     torch._foreach_reciprocal_(power)
+    # What has had no gradient yet, as everything before a layer that starts at zero (adapters have one), has not moved: 1/ε would outweigh the rest.
+    torch._foreach_mul_(power, torch._foreach_sign(squares))
     lr = group["lr"]
     torch._foreach_mul_(power, lr.to(squares[0].device) if isinstance(lr, Tensor) else lr)
     return power
@@ -92,16 +105,15 @@ def scaled(parts: list[Tensor], power: Sequence[Tensor | float]) -> list[Tensor]
 
 
 @torch.no_grad()
-def derivative(modules: list[nn.Module], direction: Sequence[Tensor], losses: Callable[[], Tensor]) -> Tensor:
-    """(N,) the derivative of `losses()` (N,) along a direction of the trained parameters, which are afterwards what they were, bit for bit."""
-    parameters = trained(modules)
+def derivative(modules: list[nn.Module], parameters: Sequence[nn.Parameter], direction: Sequence[Tensor], losses: Callable[[], Tensor]) -> Tensor:
+    """(N,) the derivative of `losses()` (N,) along a direction of the modules' trained parameters, which are afterwards the same, bit for bit."""
     spread = sharded(parameters)
-    for p in parameters:
-        if p.dtype not in (torch.float32, torch.float64):
+    for p in (*parameters, *(p for module in modules for p in module.parameters())):
+        if p.dtype in (torch.bfloat16, torch.float16):  # a frozen one too: what it computes is rounded to its three digits
             raise ValueError(f"a step of a thousandth is lost in parameters of {p.dtype}; keep them in float32 and use autocast")
     mine = [local(p) for p in parameters]
     length, size = (_norm(part, spread) for part in (direction, mine))
-    h = STEP * size / length.clamp(min=torch.finfo(length.dtype).tiny)
+    h = torch.where(length > 0, STEP * size / length, 1.0)
     step = torch._foreach_mul(list(direction), h.to(direction[0].dtype))
     kept = _shaped(torch.empty(sum(p.numel() for p in mine), device=mine[0].device), mine)
     torch._foreach_copy_(kept, mine)

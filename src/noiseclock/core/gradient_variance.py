@@ -125,7 +125,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
     Parameters that require no gradient do not count, and `.grad` is afterwards what it was. The gradient of a sharded model (FSDP2) is the mean
     over its ranks, so m counts the samples of all of them.
     """
-    parameters = trained(probe.modules)
+    parameters = trained(probe.modules, probe.optimizer)
     rows, m = len(probe.x0), half * _shards(parameters)
     # a compiled model would be compiled anew for m rows
     predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)

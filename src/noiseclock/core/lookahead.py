@@ -27,7 +27,7 @@ from noiseclock.core.checks import choose, take_finite
 from noiseclock.core.directions import derivative, local, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
-from noiseclock.core.probes import Probe, take_rows, undisturbed
+from noiseclock.core.probes import Probe, full_precision, take_rows, undisturbed
 from noiseclock.core.samplers import Setting
 from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
 
@@ -49,21 +49,21 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     assert set(halves[0]).isdisjoint(halves[1])
     asked, priced = (torch.arange(half.start, half.stop, device=device) for half in halves)
     exact = probe.exact()
-    gradient = _gradient(exact, target, evenly(len(asked), number + 0.5, device), asked)
+    parameters = trained(probe.modules, probe.optimizer)
+    gradient = _gradient(exact, parameters, target, evenly(len(asked), number + 0.5, device), asked)
     direction = scaled(gradient, power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
-    return time, derivative(probe.modules, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight
+    return time, derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight
 
 
-def _gradient(probe: Probe, target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
+def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
     """∇J of some samples, the mean over all ranks; `.grad` stays as it is."""
-    parameters = trained(probe.modules)
     # a predict that replays graphs has one for gradients too
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
     total: list[Tensor] = []
-    with undisturbed(probe.modules, probe.x0.device), torch.autocast(probe.x0.device.type, enabled=False):
+    with undisturbed(probe.modules, probe.x0.device), full_precision(probe.modules, probe.x0.device):
         for start in range(0, len(rows), probe.rows):
             chosen, at = rows[start : start + probe.rows], time[start : start + probe.rows]
             x_t, wanted = noised(probe.schedule, probe.objective, probe.x0[chosen], probe.noise[chosen], at)

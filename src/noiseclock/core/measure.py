@@ -219,7 +219,7 @@ def utility_over_time(
     if min(bins, probes) < 1:
         raise ValueError(f"bins and probes must be at least 1, got {bins} and {probes}")
     modules = _modules(predict, model)
-    power, unknown = metric(optimizer, trained(modules))
+    power, unknown = metric(optimizer, trained(modules, optimizer))
     if unknown:
         warnings.warn(f"{unknown}, so gradients are measured as they are", stacklevel=2)
     wanted = TARGETS[choose("target", target, TARGETS)]() if isinstance(target, str) else target
@@ -229,7 +229,17 @@ def utility_over_time(
         rows = torch.randperm(len(x0), generator=generator, device=x0.device)
         some, cond_of_some = x0[rows], take_rows(cond, rows, len(x0))
         noise = _noise(some, generator)
-        probe = Probe(predict, clock.schedule, clock.objective, some, cond_of_some, noise=noise, modules=modules, rows=min(batch, len(x0) // 2 or 1))
+        probe = Probe(
+            predict,
+            clock.schedule,
+            clock.objective,
+            some,
+            cond_of_some,
+            noise=noise,
+            modules=modules,
+            rows=min(batch, len(x0) // 2 or 1),
+            optimizer=optimizer,
+        )
         time, price = (part.cpu().double().numpy() for part in utility(probe, clock.weighting, wanted, power, number=number))
         place = np.minimum((time * bins).astype(int), bins - 1)
         count, total = (np.bincount(place, weights, bins) for weights in (None, price))

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from noiseclock.core.adaptive import Adaptive
-from noiseclock.core.checks import resolve
+from noiseclock.core.checks import choose, resolve
 from noiseclock.core.gradient_variance import GradientVariance
 from noiseclock.core.lookahead import Lookahead
 from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
@@ -107,8 +107,11 @@ def schedule_of_diffusers(scheduler: Any) -> Schedule:
 def objective_of_diffusers(scheduler: Any) -> Objective | None:
     """The objective that a diffusers scheduler is set to; None where it says nothing."""
     config: Any = getattr(scheduler, "config", None)
+    said = getattr(config, "prediction_type", "flow_prediction" if hasattr(config, "shift") else None)
     if hasattr(config, "sigma_data"):
+        if said not in ("epsilon", None):
+            kind = type(scheduler).__name__
+            raise ValueError(f"{kind} with prediction_type={said!r} expects the negative of EDM's network; train with prediction_type='epsilon'")
         return Preconditioned(float(config.sigma_data))
-    said = getattr(config, "prediction_type", "flow_prediction" if hasattr(config, "shift") else "")
     names = {"epsilon": "eps", "sample": "x0", "v_prediction": "v", "flow_prediction": "flow"}
-    return OBJECTIVES[names[said]]() if said in names else None
+    return None if said is None else OBJECTIVES[names[choose("prediction_type", said, names)]]()

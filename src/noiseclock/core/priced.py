@@ -16,7 +16,7 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch
 from noiseclock.core.checks import take_finite, take_whole
-from noiseclock.core.directions import metric, trained
+from noiseclock.core.directions import metric, stands_still, trained
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import ENOUGH, between_known
 from noiseclock.core.probes import Probe
@@ -92,12 +92,14 @@ class Priced(LearnedDensity):
         if self._setting is None:
             raise ValueError(f"{type(self).__name__} learns from a Clock: use it as nc.Clock(schedule, nc.{type(self).__name__}(), ...)")
         self._move_(probe.x0.device)
+        if stands_still(probe.optimizer):
+            return
         self._fold(*self._price(probe, self._setting, self._asked))
         self._asked += 1
 
     def _metric(self, probe: Probe) -> list[Tensor | float]:
         """P for each trained parameter; the identity where it is not known, which is said once."""
-        power, unknown = metric(probe.optimizer, trained(probe.modules))
+        power, unknown = metric(probe.optimizer, trained(probe.modules, probe.optimizer))
         if unknown:
             self._health.warn("metric", f"{type(self).__name__}: {unknown}, so gradients are measured as they are")
         return power

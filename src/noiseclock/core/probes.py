@@ -48,6 +48,21 @@ def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None
                 module.training = flag
 
 
+@contextmanager
+def full_precision(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """No autocast: not even that of accelerate, which puts it into the model's own forward and keeps the plain one beside it."""
+    wrapped = [module.__dict__ for root in modules for module in root.modules() if {"forward", "_original_forward"} <= module.__dict__.keys()]
+    kept = [own["forward"] for own in wrapped]
+    try:
+        for own in wrapped:
+            own["forward"] = own["_original_forward"]
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for own, forward in zip(wrapped, kept, strict=True):
+            own["forward"] = forward
+
+
 def map_tensors(f: Callable[[Tensor], Tensor], thing: Any) -> Any:
     """`thing` with f applied to every tensor in it, through mappings and sequences; what is no tensor is passed on."""
     if isinstance(thing, Tensor):
@@ -95,6 +110,7 @@ class Probe:
         self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
         self.optimizer = optimizer
         self.lost: Tensor | None = None
+        self._exact = False
 
     def first(self, samples: int) -> Probe:
         """The same with the first samples of the batch only."""
@@ -106,7 +122,7 @@ class Probe:
     def exact(self) -> Probe:
         """The same without autocast, for differences that bfloat16 would swallow."""
         other = copy(self)
-        other.autocast = None
+        other._exact = True
         return other
 
     def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
@@ -145,6 +161,8 @@ class Probe:
         return squared_error(call(self.predict, x_t, self.schedule.condition(time), cond), target)
 
     def _as_in_training(self) -> Any:
+        if self._exact:
+            return full_precision(self.modules, self.x0.device)
         # without the cache: it would show the weights as they were before the update
         device, dtype = self.x0.device.type, self.autocast
         return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)

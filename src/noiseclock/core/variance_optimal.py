@@ -52,8 +52,9 @@ class VarianceOptimal(Priced):
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
         exact = probe.first(self.samples).exact()
         time = evenly(len(exact.x0), number, exact.x0.device)
-        direction = normal(trained(probe.modules), self._metric(probe), finalize(number) // 2)
-        slope = derivative(probe.modules, direction, lambda: exact.losses(time))
+        parameters = trained(probe.modules, probe.optimizer)
+        direction = normal(parameters, self._metric(probe), finalize(number) // 2)
+        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time))
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
 

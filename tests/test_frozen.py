@@ -1,0 +1,183 @@
+"""A model of which only adapters are trained: probes leave the frozen rest alone, bit for bit, and price what is trained by itself."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import noiseclock as nc
+from gaussians import Denoiser, ring
+from noiseclock.core.batch import noised
+from noiseclock.core.directions import derivative, metric, normal, trained
+from noiseclock.core.lookahead import TARGETS
+from noiseclock.core.objectives import squared_error
+from noiseclock.core.priced import evenly
+from noiseclock.core.streams import finalize
+
+BINS = 4
+
+
+class LowRank(nn.Module):
+    """A linear layer with an adapter beside it, which starts at zero (LoRA)."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Parameter(torch.randn(rank, layer.in_features) / math.sqrt(layer.in_features))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+def adapted(freeze: bool = True) -> tuple[nn.Module, list[nn.Parameter], list[nn.Parameter]]:
+    """A model in float64, its adapters, and the rest: frozen, or only kept from the optimiser."""
+    torch.manual_seed(0)
+    model = Denoiser(width=24)
+    rest = list(model.parameters())
+    if freeze:
+        model.requires_grad_(False)
+    for i in (0, 2, 4, 6):
+        model.net[i] = LowRank(model.net[i])
+    model.double()
+    return model, [p for name, p in model.named_parameters() if "layer" not in name], rest
+
+
+def points_of(generator: torch.Generator) -> Tensor:
+    return ring().sample(32, generator).double()
+
+
+def followed(sampler, freeze=True, optimizer=torch.optim.Adam, lr=2e-3, updates=3, watch=None):
+    model, adapters, rest = adapted(freeze)
+    trains = optimizer(adapters, lr=lr)
+    clock = nc.Clock("linear", sampler, seed=1).attach(trains, model=model)
+    points = torch.Generator().manual_seed(5)
+    if watch is not None:
+        model.register_forward_pre_hook(lambda *_: watch(model, adapters, rest))
+    for _ in range(updates):
+        b = clock.draw(points_of(points), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        trains.step()
+        model.zero_grad()
+    return model, adapters, rest, clock
+
+
+SAMPLERS = {
+    "adaptive": lambda: nc.Adaptive(every=1, stride=100),
+    "variance-optimal": lambda: nc.VarianceOptimal(every=1, bins=BINS),
+    "lookahead": lambda: nc.Lookahead(every=1, bins=BINS),
+    "gradient-variance": lambda: nc.GradientVariance(bins=BINS, samples=4, every=1),
+}
+
+
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "kept from the optimiser"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_is_not_trained_is_never_perturbed(name, freeze):
+    before = copy.deepcopy(adapted(freeze)[2])
+    seen = {"passes": 0, "moved": 0}
+    last: list[Tensor] = []
+
+    def watch(model, adapters, rest):
+        assert all(torch.equal(p, b) for p, b in zip(rest, before, strict=True))
+        seen["passes"] += 1
+        seen["moved"] += bool(last) and any(not torch.equal(p, q) for p, q in zip(adapters, last, strict=True))
+        last[:] = [p.detach().clone() for p in adapters]
+
+    model, _, rest, _ = followed(SAMPLERS[name](), freeze, watch=watch)
+    assert seen["passes"] > 6  # of training and of probes
+    assert seen["moved"] >= 3  # adapters moved in every update, or between two passes of a probe
+    assert all(torch.equal(p, b) for p, b in zip(rest, before, strict=True))
+    assert [p.requires_grad for p in rest] == [not freeze] * len(rest)
+    assert model.training
+
+
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "kept from the optimiser"])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop])
+def test_the_price_is_that_of_what_is_trained(freeze, optimizer):
+    """VarianceOptimal's squared derivative along its own direction is (g·d)², g the gradient of the adapters alone."""
+    sampler = nc.VarianceOptimal(every=10**6, bins=BINS)
+    if optimizer is torch.optim.RMSprop:  # of which no metric is known: every parameter weighs the same, if it is trained
+        with pytest.warns(UserWarning, match="the metric of RMSprop is not known"):
+            model, adapters, _, clock = followed(sampler, freeze, optimizer, updates=8)
+    else:
+        model, adapters, _, clock = followed(sampler, freeze, optimizer, updates=8)
+    clock.probe(points_of(torch.Generator().manual_seed(6)), model)
+    probe = clock._probe
+    time, found = clock.sampler._price(probe, clock.sampler._setting, 7)
+    power, _ = metric(clock.optimizer, adapters)
+    direction = normal(adapters, power, finalize(7) // 2)
+    x_t, target = noised(clock.schedule, clock.objective, probe.x0, probe.noise, time)
+    wanted = []
+    for loss in squared_error(model(x_t, clock.schedule.condition(time)), target):
+        gradient = torch.autograd.grad(loss, adapters, retain_graph=True)
+        wanted.append(sum((g * d).sum() for g, d in zip(gradient, direction, strict=True)) ** 2)
+    wanted = torch.stack(wanted).detach().double()
+    # in float64 what is left is the central difference, of the order of its step, 1e-3, squared
+    assert (found - wanted).abs().max() < 1e-4 * wanted.max()
+    assert wanted.max() > 0
+
+
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "kept from the optimiser"])
+def test_the_utility_is_that_of_what_is_trained(freeze):
+    """Lookahead's price of a sample is g_i·P∇J over the adapters alone."""
+    model, adapters, _, clock = followed(nc.Lookahead(every=10**6, bins=BINS), freeze, updates=8)
+    clock.probe(points_of(torch.Generator().manual_seed(6)), model)
+    probe = clock._probe
+    time, found = clock.sampler._price(probe, clock.sampler._setting, 7)
+    power, _ = metric(clock.optimizer, adapters)
+
+    def losses(rows, at):
+        x_t, target = noised(clock.schedule, clock.objective, probe.x0[rows], probe.noise[rows], at)
+        return squared_error(model(x_t, clock.schedule.condition(at)), target)
+
+    asked = evenly(16, 7.5, torch.device("cpu"))
+    target = TARGETS["simple"]()(clock.schedule, asked, clock.objective)
+    whole = torch.autograd.grad((losses(torch.arange(16), asked) * target).mean(), adapters)
+    wanted = []
+    for loss in losses(torch.arange(16, 32), time):
+        gradient = torch.autograd.grad(loss, adapters, retain_graph=True)
+        wanted.append(sum((g * p * w).sum() for g, p, w in zip(gradient, power, whole, strict=True)))
+    wanted = torch.stack(wanted).detach().double()
+    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()  # as above
+
+
+def test_the_first_price_of_an_adapter_is_not_that_of_what_cannot_move_yet():
+    """`down` has no gradient in the first update, because `up` is 0: Adam's 1/(√v̂+ε) would be 1/ε there, ten thousand times the others'."""
+    model, _, _, clock = followed(nc.VarianceOptimal(every=1, bins=BINS, decay=0.0), updates=1)
+    power, _ = metric(clock.optimizer, [model.net[2].down, model.net[2].up])
+    assert torch.equal(power[0], torch.zeros_like(power[0]))
+    assert power[1].max() > 0
+    first = clock.sampler.curve[0].sum()
+    later = torch.stack([followed(nc.VarianceOptimal(every=1, bins=BINS, decay=0.0), updates=n)[3].sampler.curve[0].sum() for n in (2, 3, 4, 5)])
+    # one direction each, so chance alone is a factor of some; 1/ε made it a hundred
+    assert first < 10 * later.mean()
+
+
+@pytest.mark.parametrize("name", ["variance-optimal", "lookahead"])
+def test_a_warm_up_from_zero_is_waited_for(name):
+    """At a learning rate of 0 there is no metric: nothing is priced, and nothing is said to be wrong (warnings are errors here)."""
+    assert followed(SAMPLERS[name](), lr=0.0)[3].sampler.probes == 0
+    assert followed(SAMPLERS[name](), lr=1e-3)[3].sampler.probes == 3
+
+
+def test_a_derivative_along_nothing_is_zero():
+    model, adapters, _ = adapted()
+    x, t = torch.zeros(4, 2).double(), torch.zeros(4)
+    assert derivative([model], adapters, [torch.zeros_like(p) for p in adapters], lambda: model(x, t).square().mean(1)).tolist() == [0.0] * 4
+
+
+def test_frozen_weights_in_half_precision_are_refused_where_they_would_swallow_the_difference():
+    model, adapters, rest = adapted()
+    for p in rest:
+        p.data = p.data.bfloat16()
+    with pytest.raises(ValueError, match=r"lost in parameters of torch\.bfloat16"):
+        derivative([model], adapters, [torch.ones_like(p) for p in adapters], lambda: pytest.fail("not reached"))
+
+
+def test_nothing_to_train_is_an_error():
+    model, _, rest = adapted()
+    with pytest.raises(ValueError, match="the model has no parameter that is trained"):
+        trained([model], torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    assert len(trained([model])) == len(list(model.parameters())) - len(rest)
