@@ -14,7 +14,7 @@ ROOT = Path(noiseclock.__file__).parent
 # what each room may import of ours; the package's own __init__ opens the door to the core
 ALLOWED = {
     "core": {"core"},
-    "lab": {"core", "lab"},
+    "lab": {"core", "integrations", "lab"},
     "integrations": {"core", "integrations"},
     "cli.py": {"core", "lab"},
     "cli_latents.py": {"core", "lab", "cli"},
