@@ -99,18 +99,19 @@ class ClockCallback(_Callback):  # type: ignore[misc]  # there may be no Lightni
         take_whole(self, "curves_every", least=0)
         self._clock: Clock | None = None
         self._restored = self._stepped = False
-        self._logged = 0  # the last update that was looked at
+        self._logged, self._tracked = 0, 0  # the last update that was looked at, and the last whose curves were shown
         self._hook: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         clock = getattr(pl_module, "clock", None)
         if not isinstance(clock, Clock):
             raise TypeError(f"ClockCallback looks for a Clock in the module's `clock`: set self.clock = nc.Clock(...) in {type(pl_module).__name__}")
-        self._clock, self._restored, self._logged = clock, False, trainer.global_step
+        self._clock, self._restored = clock, False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.ckpt_path and not self._restored:
             warnings.warn(f"{trainer.ckpt_path} was made without ClockCallback, so the clock starts anew", stacklevel=2)
+        self._logged = self._tracked = trainer.global_step
         optimizer = self._chosen(trainer.optimizers)
         pl_module.clock.attach(optimizer)
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -155,12 +156,13 @@ class ClockCallback(_Callback):  # type: ignore[misc]  # there may be no Lightni
                 logger.log_metrics(found, step)
 
     def _track(self, trainer: Any, clock: Clock) -> None:
+        self._tracked = trainer.global_step
         for logger in trainer.loggers:
             track(logger, clock, trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._hook.remove()
-        if self.curves_every and trainer.is_global_zero:
+        if self.curves_every and trainer.is_global_zero and trainer.global_step > self._tracked:
             self._track(trainer, pl_module.clock)
 
     # --- state --------------------------------------------------------------------------------------------------------------------------
