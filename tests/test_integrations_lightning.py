@@ -141,12 +141,13 @@ def strata(times):
 
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "endless"])
 def test_times_are_stratified_over_the_micro_batches_of_an_update(sized, tmp_path, monkeypatch):
-    model, updates, times = Model(), [], []
+    model, updates, times, micros = Model(), [], [], []
     draw, attach = nc.Clock.draw, nc.Clock.attach
 
     def drawn(self, *given, **options):
         b = draw(self, *given, **options)
         times.append(b.time)
+        micros.append(options["micro"])
         return b
 
     def attached(self, optimizer):
@@ -164,6 +165,7 @@ def test_times_are_stratified_over_the_micro_batches_of_an_update(sized, tmp_pat
     loader = Loader() if sized else DataLoader(Endless(), batch_size=4)
     fit(model, tmp_path, loader=loader, accumulate_grad_batches=3, max_steps=8, max_epochs=-1)
     # ten batches make three updates of three and one of one, which is stratified by itself
+    assert micros == ([*[(0, 3), (1, 3), (2, 3)] * 3, (0, 1)] * 2 if sized else [(0, 3), (1, 3), (2, 3)] * 8)
     assert [len(update) for update in updates] == ([3, 3, 3, 1] * 2 if sized else [3] * 8)
     assert all(strata(update) for update in updates)
     assert model.clock.updates == 8
