@@ -198,10 +198,11 @@ def test_the_lightning_loop_runs_and_goes_on(tmp_path):
 # --- the page -----------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec", "ignore:.*does not have many workers", "ignore:.*number of training batches")
 def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name, value in {"SILENT": "true", "CACHE_DIR": str(tmp_path), "CONFIG_DIR": str(tmp_path), "DATA_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     page = (ROOT / "docs" / "integrations-loops.md").read_text()
     blocks = re.findall(r"(?:<!-- needs: ([\w, -]+) -->\n)?```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) >= 5
@@ -210,3 +211,5 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
         if all(importlib.util.find_spec(name.strip()) for name in needs.split(",") if name):
             exec(compile(code, "docs/integrations-loops.md", "exec"), scope)
     assert math.isfinite(scope["loss"].item())
+    assert bool(list(tmp_path.glob("runs/mine/events*"))) == bool(importlib.util.find_spec("tensorboard"))
+    assert bool(list(tmp_path.rglob("*.wandb"))) == bool(importlib.util.find_spec("wandb"))
