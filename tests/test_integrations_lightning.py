@@ -298,6 +298,8 @@ def test_mistakes_are_named(tmp_path):
         ClockCallback().setup(None, Bare(), "fit")
     with pytest.raises(NotImplementedError, match=r"Mute must define predict\(self, x_t, t\)"):
         fit(Mute(), tmp_path, max_steps=1)
+    with pytest.raises(TypeError, match=r"a batch must be x0 or \(x0, cond\), got list"):
+        Model().training_step([], 0)
     with pytest.raises(TypeError, match=r"a batch must be x0 or \(x0, cond\), got dict; for others define training_step"):
         Model().training_step({"image": DATA}, 0)
     with pytest.raises(ValueError, match=r"give it to a Trainer, and the checkpoint to trainer.fit\(ckpt_path=...\)"):

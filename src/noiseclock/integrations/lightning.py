@@ -74,7 +74,7 @@ class ClockMixin:
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss of a batch, which is x0, (x0,) or (x0, cond); times are stratified over the micro-batches of an update."""
-        x0, *cond = (batch,) if isinstance(batch, Tensor) else batch if isinstance(batch, (tuple, list)) else (None,)
+        x0, *cond = (batch,) if isinstance(batch, Tensor) else batch if isinstance(batch, (tuple, list)) and batch else (None,)
         if not isinstance(x0, Tensor) or len(cond) > 1:
             raise TypeError(
                 f"a batch must be x0 or (x0, cond), got {type(batch).__name__}; for others define training_step with self.clock_losses(x0, cond=...)"
