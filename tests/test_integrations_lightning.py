@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import noiseclock as nc
-from noiseclock.integrations.lightning import ClockCallback, ClockMixin
+from noiseclock.integrations.lightning import ClockCallback, ClockMixin, micro_batch
 from noiseclock.integrations.trackers import numbers
 
 L = pytest.importorskip("lightning")
@@ -171,6 +172,27 @@ def test_times_are_stratified_over_the_micro_batches_of_an_update(sized, tmp_pat
     assert model.clock.updates == 8
     first, second = updates[0], updates[1]
     assert not torch.equal(torch.cat(first).sort().values, torch.cat(second).sort().values)
+
+
+@pytest.mark.parametrize(
+    ("parts", "batches", "micros"),
+    [
+        (1, 2, [(0, 1)] * 3),  # the third is beyond the epoch
+        (3, 5, [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2), (2, 3)]),
+        (4, math.inf, [(0, 4), (1, 4), (2, 4), (3, 4), (0, 4)]),
+    ],
+)
+def test_micro_batches_of_an_epoch(parts, batches, micros):
+    trainer = SimpleNamespace(accumulate_grad_batches=parts, num_training_batches=batches)
+    assert [micro_batch(trainer, i) for i in range(len(micros))] == micros
+
+
+def test_a_run_that_stopped_at_the_end_of_an_epoch_goes_on_with_any_loader(tmp_path):
+    loader = DataLoader(TensorDataset(DATA), batch_size=4)
+    fit(Model(), tmp_path, loader=loader, max_steps=10, max_epochs=-1, save=tmp_path / "half.ckpt")
+    model = Model()
+    fit(model, tmp_path, loader=loader, max_steps=25, max_epochs=-1, ckpt=tmp_path / "half.ckpt")
+    assert model.clock.updates == 25
 
 
 def poisoned(model, steps):
@@ -350,6 +372,8 @@ PYTORCH_LIGHTNING = """
 import sys
 if sys.argv[1] == "without lightning":
     sys.modules["lightning"] = sys.modules["lightning.pytorch"] = None
+if sys.argv[1] == "with both imported":
+    import lightning.pytorch
 import pytorch_lightning as pl, torch, noiseclock as nc
 from noiseclock.integrations.lightning import ClockCallback, ClockMixin
 
@@ -370,10 +394,10 @@ print(model.clock.updates, "lightning.pytorch" in sys.modules and sys.modules["l
 """
 
 
-@pytest.mark.parametrize("installed", ["without lightning", "with both"])
+@pytest.mark.parametrize("installed", ["without lightning", "with both", "with both imported"])
 def test_pytorch_lightning_does_as_well(installed):
     pytest.importorskip("pytorch_lightning")
-    assert alone(PYTORCH_LIGHTNING, installed).splitlines()[-1] == "5 False"
+    assert alone(PYTORCH_LIGHTNING, installed).splitlines()[-1] == f"5 {installed == 'with both imported'}"
 
 
 # --- two processes --------------------------------------------------------------------------------------------------------------------------

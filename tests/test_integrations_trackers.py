@@ -235,6 +235,7 @@ def offline(tmp_path, monkeypatch):
     folders = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA")}
     for name, value in {**folders, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
+    wandb.teardown()  # W&B reads its environment once
     yield wandb
     wandb.teardown()
 

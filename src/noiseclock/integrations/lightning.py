@@ -23,6 +23,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -37,24 +38,25 @@ from noiseclock.integrations.trackers import numbers, track
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def _lightning() -> Any:
-    """The Lightning that the program has imported already, or else one that is installed, or None: their classes are not the same."""
-    for name in sorted(PACKAGES, key=lambda name: name not in sys.modules):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None
+def _callbacks() -> tuple[type, ...]:
+    """Lightning's Callback, by either of its names, whose classes are not the same: those that the program has imported, or one that is installed."""
+    if imported := [sys.modules[name] for name in PACKAGES if sys.modules.get(name)]:
+        return tuple(package.Callback for package in imported)
+    for name in PACKAGES:
+        with suppress(ImportError):
+            return (importlib.import_module(name).Callback,)
+    return ()
 
 
-_found = _lightning()
-_Callback: Any = object if _found is None else _found.Callback
+_FOUND = _callbacks()
 
 
 def micro_batch(trainer: Any, batch_idx: int) -> tuple[int, int]:
     """Which micro-batch of its update a batch is, and out of how many: the last update of an epoch may have fewer."""
-    i = batch_idx % trainer.accumulate_grad_batches
-    return i, int(min(trainer.accumulate_grad_batches, trainer.num_training_batches - (batch_idx - i)))
+    parts = trainer.accumulate_grad_batches
+    i = batch_idx % parts
+    left = trainer.num_training_batches - (batch_idx - i)  # infinite for a loader without length
+    return i, int(left) if i < left < parts else parts  # a run resumed at the very end of an epoch is given batches beyond it
 
 
 class ClockMixin:
@@ -84,7 +86,7 @@ class ClockMixin:
         return loss
 
 
-class ClockCallback(_Callback):  # type: ignore[misc]  # there may be no Lightning to take a class from
+class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightnings
     """Attaches the module's clock to its optimiser, saves and restores it, and logs its numbers as often as the trainer logs.
 
     optimizer: which of the optimisers trains the clock's model, where there are several. curves_every: updates between densities and losses by
@@ -92,7 +94,7 @@ class ClockCallback(_Callback):  # type: ignore[misc]  # there may be no Lightni
     """
 
     def __init__(self, *, optimizer: int | None = None, curves_every: int = 1000) -> None:
-        if _found is None:
+        if not _FOUND:
             raise ImportError("ClockCallback needs Lightning, which is not installed: pip install lightning")
         super().__init__()
         self.optimizer, self.curves_every = optimizer, curves_every
