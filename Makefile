@@ -1,5 +1,5 @@
 # make demo   seven methods compared on small digits: a report with pictures in about five minutes
-# make test   the test suite, doctests included (make test-slow: the tests that take minutes)
+# make test   the test suite, doctests included (make test-slow: the tests that take minutes; make test-integrations: with Lightning, W&B and others)
 # make lint   ruff and mypy (strict)
 # make docs   the documentation as a site, in site/
 # Each creates .venv from requirements.lock on first use, with Python 3.11 or newer.
@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow lint docs format clean
+.PHONY: demo test test-slow test-integrations lint docs format clean
 
 demo: $(READY)
 	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm --seeds 3 --out results/demo \
@@ -19,6 +19,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+test-integrations: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-integrations.lock
+	$(BIN)/python -m pytest -n 2 tests/test_docs.py tests/test_integrations_*.py
 
 lint: $(READY)
 	$(BIN)/ruff check

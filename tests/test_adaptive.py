@@ -393,6 +393,23 @@ def test_accumulation_probes_the_first_micro_batch():
     assert clock.sampler.probes == 3
 
 
+def test_a_probe_goes_with_the_batch_that_it_saw_whatever_is_drawn_before_the_update(monkeypatch):
+    """A loop that accumulates without saying so, whose last batch is smaller: the reward of x0 belongs to the times that x0 was trained at."""
+    torch.manual_seed(0)
+    model, pairs = Denoiser(width=16), []
+    optimizer = torch.optim.Adam(model.parameters())
+    after = nc.Adaptive.after
+    monkeypatch.setattr(nc.Adaptive, "after", lambda self, probe, batch: (pairs.append((probe.x0, batch.x0)), after(self, probe, batch)))
+    clock = nc.Clock("linear", nc.Adaptive(every=1, stride=100)).attach(optimizer)
+    for _ in range(2):
+        for size in (8, 6):
+            b = clock.draw(torch.randn(size, 2), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+    assert clock.sampler.probes == len(pairs) == 2
+    assert all(torch.equal(probed, drawn) and len(drawn) == 8 for probed, drawn in pairs)
+
+
 def test_a_compiled_model_compiles_no_more_after_the_first_probe():
     compiled = []
 

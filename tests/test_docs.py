@@ -54,8 +54,20 @@ def prose(page: Path) -> str:
 # --- Python ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def nobody_else(tmp_path, monkeypatch):
+    """accelerate keeps its state for the process, and W&B files in the home folder."""
+    for name, value in {"SILENT": "true", "CACHE_DIR": str(tmp_path), "CONFIG_DIR": str(tmp_path), "DATA_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    yield
+    if "accelerate" in sys.modules:
+        for name in ("AcceleratorState", "GradientState", "PartialState"):
+            getattr(sys.modules["accelerate.state"], name)._reset_state()
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec", "ignore:.*does not have many workers", "ignore:.*number of training batches")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, nobody_else):
     run(page, tmp_path, monkeypatch)
 
 

@@ -1,7 +1,6 @@
 """Clocks from diffusers' schedulers against the schedulers' own functions, its training utilities against ours, adapters, and accelerate."""
 
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -380,14 +379,3 @@ def test_of_a_unet_with_adapters_only_the_adapters_are_probed(name):
         optimizer.zero_grad()
     assert clock.sampler.probes == 3
     assert len({tuple(values.tolist()) for values in seen}) >= (4 if name == "adaptive" else 9)  # moved by updates, and to both sides by a probe
-
-
-def test_the_page_is_true(tmp_path, monkeypatch, accelerate_anew):
-    """Its blocks run from top to bottom, and its examples exist."""
-    monkeypatch.chdir(tmp_path)
-    page = (DOCS / "integrations-diffusers.md").read_text()
-    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), scope := {})
-    assert scope["weight"].shape == (16,)
-    examples = re.findall(r"`(examples/\w+\.py)`", page)
-    assert len(set(examples)) == 3
-    assert all((DOCS.parent / example).exists() for example in examples)

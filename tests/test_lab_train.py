@@ -76,6 +76,16 @@ def test_tensorboard_shows_what_the_log_says(finished):
         assert shown == [(line["step"], np.float32(line[name])) for line in lines(folder) if line["kind"] == "train"]
 
 
+def test_tensorboard_shows_the_density_at_each_validation(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _, _ = finished
+    events = EventAccumulator(str(folder / "tensorboard" / "noiseclock"), size_guidance={"histograms": 0}).Reload()
+    shown = events.Histograms("noiseclock/density")
+    assert [event.step for event in shown] == [3, 6]
+    assert shown[0].histogram_value.bucket == pytest.approx([1 / 50] * 50, abs=1e-12)  # the sampler is uniform
+
+
 def test_two_checkpoints_are_kept(finished):
     folder, _, _ = finished
     assert checkpoint.steps(folder) == [4, 6]

@@ -210,12 +210,13 @@ class Adaptive(Sampler):
 
     @property
     def info(self) -> dict[str, Any]:
-        """What a log should show: probes so far, how well S predicts (R²), the times of S, the entropy of the mean density, skipped rewards."""
+        """Probes so far, how well S predicts (R² and its F statistic), the times of S, the entropy of the mean density, skipped rewards."""
         mean = self._mean_on(torch.device("cpu"))
         entropy = -(mean * mean.clamp(min=TINY).log()).sum().item() - math.log(self.cells)
         return {
             "probes": self.probes,
             "r_squared": self._queue.r_squared,
+            "f": self._queue.f,
             "selected": self.selected.tolist(),
             "entropy": entropy,
             "skipped": self.skipped,

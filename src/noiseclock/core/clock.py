@@ -103,6 +103,7 @@ class Clock:
         self._probe: Probe | None = None
         self._next_probe = 0
         self._batch: Batch | None = None
+        self._paired = False  # does the batch belong to the probe that waits for its update?
         self._autocast: torch.dtype | None = None
         self._mean_weight = Table(self._measure_mean()) if self.weighting.normalize else None
 
@@ -150,8 +151,9 @@ class Clock:
             noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         correction = self._correction(draw, x0) if self.corrected else torch.ones_like(draw.time)
         batch = self._make(x0, draw.time, noise, cond, correction, draw)
-        if self.sampler.every and micro[0] == 0:  # the one whose x0 a probe sees
-            self._batch = batch
+        # the one whose x0 a probe sees, though more may be drawn before the update; a graph's own, which replays fill
+        if self.sampler.every and micro[0] == 0 and (not self._paired or _capturing(x0)):
+            self._batch, self._paired = batch, self._probe is not None
         return batch
 
     def at(
@@ -267,7 +269,7 @@ class Clock:
                 if self._probe is not None:
                     self._probe.lost = skipped > 0
                 skipped = False
-        probe, self._probe = self._probe, None
+        probe, self._probe, self._paired = self._probe, None, False
         if skipped:
             return
         self._updates += 1
@@ -319,6 +321,7 @@ class Clock:
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
             optimizer=self.optimizer,
         )  # fmt: skip
+        self._paired = False
         rows = self._probe.rows
         self.sampler.before(self._probe)
         if self._probe.rows < rows:  # memory ran out, and would again
@@ -390,7 +393,7 @@ class Clock:
         self.record.load_state_dict(state["record"])
         self._updates, self._next_probe, self._unread_skips = updates, next_probe, None
         self._chance.load_state_dict(state)
-        self._probe = self._batch = None
+        self._probe, self._batch, self._paired = None, None, False
         self._advance()
         self._refresh()
 
@@ -430,7 +433,7 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what belongs to one optimiser or one step stays behind, and a copy must be attached anew."""
-        return {**self.__dict__, "_hook": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None}
+        return {**self.__dict__, "_hook": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_paired": False}
 
 
 def _objective(given: str | Objective | None, schedule: Any) -> Objective:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,10 @@ class GradientVariance(LearnedDensity):
     def skipped(self) -> int:
         """How many estimates on all ranks were not finite; reads the device."""
         return int(self._buffers["skipped"])
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {**super().info, "skipped": self.skipped}
 
     def update(self, batch: Batch, losses: Tensor) -> None:
         # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe

@@ -221,6 +221,10 @@ class LearnedDensity(Sampler):
     def _ess(self) -> Tensor:
         return 1 / (self._base_cells().square() / self._buffers["pmf"].clamp(min=TINY)).sum()
 
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"ess": self.ess()}
+
     def _check_health(self, skipped: Tensor) -> None:
         """Warn of a small effective sample size and of losses (0-d: how many) that were `skipped`; late rather than wait for the device."""
         if self._health.said >= {"ess", "skipped"}:

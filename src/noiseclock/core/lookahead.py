@@ -134,8 +134,3 @@ class Lookahead(Priced):
     def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
         clear = price.var() > self._errors().mean()
         return self._base_cells() * price.clamp(min=0) ** self.power, clear
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What a log should show."""
-        return {"probes": self.probes, "ess": self.ess(), "skipped": self.skipped}

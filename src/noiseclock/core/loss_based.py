@@ -62,6 +62,10 @@ class LossBased(LearnedDensity):
         self._flush()
         return int(self._buffers["skipped"])
 
+    @property
+    def info(self) -> dict[str, Any]:
+        return {**super().info, "skipped": self.skipped}
+
     @abstractmethod
     def _add(self, time: Tensor, weight: Tensor, losses: Tensor) -> Tensor:
         """Put samples into the buffers: times, weights and losses (N,), float64; (N,) which of the losses were finite.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -141,6 +141,10 @@ class Priced(LearnedDensity):
     def skipped(self) -> int:
         """How many prices on all ranks were not finite; reads the device."""
         return int(self._buffers["skipped"])
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {**super().info, "probes": self.probes, "skipped": self.skipped}
 
     @property
     def curve(self) -> tuple[Tensor, Tensor]:

@@ -79,6 +79,11 @@ class Sampler(ABC):
         """Does it stand still unless a Clock is told of the optimiser's updates?"""
         return self.every > 0 or self.counts_updates
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """What a log should show: numbers by name, or lists of them; reads the device."""
+        return {}
+
     def bind(self, setting: Setting) -> Sampler:
         """The sampler for this setting; a Clock calls it once."""
         return self

@@ -6,6 +6,7 @@ regressed on each column, and the |S| columns that predict it best are measured 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,11 @@ class Queue:
     def r_squared(self) -> float:
         """Of the selected columns, over the rows."""
         return float(r_squared(self.rows, self.selected))
+
+    @property
+    def f(self) -> float:
+        """Its F statistic, R²/(1-R²)·(n-2): what R² means depends on how many rows there are."""
+        return float(f_statistic(self.rows[:, self.selected].mean(1, keepdim=True), _mean(self.rows))) if len(self.rows) >= ENOUGH else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows.clone(), "selected": self.selected.clone()}

@@ -74,5 +74,4 @@ class VarianceOptimal(Priced):
 
     @property
     def info(self) -> dict[str, Any]:
-        """What a log should show."""
-        return {"probes": self.probes, "rho": self.rho, "ess": self.ess(), "skipped": self.skipped}
+        return {**super().info, "rho": self.rho}

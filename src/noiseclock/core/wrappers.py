@@ -155,6 +155,10 @@ class Blend(Sampler):
     def needs_updates(self) -> bool:
         return self.counts_updates or any(part.needs_updates for part in self._parts)
 
+    @property
+    def info(self) -> dict[str, Any]:
+        return {**self.sampler.info, **{f"other_{name}": value for name, value in self.other.info.items()}}
+
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         v = take_uniforms(n, x0, uniforms, generator)
         f = self._share.on(v.device)
@@ -253,6 +257,10 @@ class Annealed(Blend):
     def share(self) -> float:
         """The part of `other` now."""
         return float(self._share.values)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {**super().info, "share": self.share}
 
     def advance(self, updates: int) -> bool:
         share = min(max((updates - self.start) / (self.stop - self.start), 0.0), 1.0)

@@ -1,1 +1,1 @@
-"""Noiseclock in other people's trainers, one module for each; nothing is imported until its module is."""
+"""A Clock in other people's trainers and tools. Each module needs its own package, and none is imported unless asked for."""

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from noiseclock.core.batch import call
 from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
+from noiseclock.integrations.trackers import track
 from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
@@ -465,6 +466,9 @@ class Run:
                  "time": found.time.tolist(), "loss_by_time": found.loss.tolist(), **density}
             )  # fmt: skip
             self._track({"validation": float(found.loss.mean())})
+            with writing(self.folder):
+                for tracker in self.accelerator.trackers:
+                    track(tracker, self.clock, self.step)
         self.accelerator.wait_for_everyone()
 
     def _sample(self) -> None:

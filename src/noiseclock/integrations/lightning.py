@@ -1,0 +1,190 @@
+"""A clock in a LightningModule, with `lightning` or `pytorch_lightning`.
+
+    class Model(ClockMixin, LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.clock = Net(), nc.Clock("linear", "loss-second-moment")
+
+        def predict(self, x_t, t):
+            return self.net(x_t, t)
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    Trainer(callbacks=ClockCallback()).fit(Model(), loader)
+
+The mixin's training step asks for `clock` and `predict` and nothing else. The callback lets the clock count the optimiser's updates, keeps its state
+in Lightning's checkpoints, one for each process, and logs what the sampler learns. Either can be used without the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from noiseclock.core.batch import call
+from noiseclock.core.checks import take_whole
+from noiseclock.core.clock import Clock
+from noiseclock.core.probes import map_tensors
+from noiseclock.integrations.trackers import numbers, track
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _callbacks() -> tuple[type, ...]:
+    """Lightning's Callback, by either of its names, whose classes are not the same: those that the program has imported, or one that is installed."""
+    if imported := [sys.modules[name] for name in PACKAGES if sys.modules.get(name)]:
+        return tuple(package.Callback for package in imported)
+    for name in PACKAGES:
+        with suppress(ImportError):
+            return (importlib.import_module(name).Callback,)
+    return ()
+
+
+_FOUND = _callbacks()
+
+
+def micro_batch(trainer: Any, batch_idx: int) -> tuple[int, int]:
+    """Which micro-batch of its update a batch is, and out of how many: the last update of an epoch may have fewer."""
+    parts = trainer.accumulate_grad_batches
+    i = batch_idx % parts
+    left = trainer.num_training_batches - (batch_idx - i)  # infinite for a loader without length
+    return i, int(left) if i < left < parts else parts  # a run resumed at the very end of an epoch is given batches beyond it
+
+
+class ClockMixin:
+    """For a LightningModule that has a `clock` and defines `predict(x_t, t)`, or with a third argument for conditioning."""
+
+    clock: Clock
+    trainer: Any
+
+    def predict(self, x_t: Tensor, t: Tensor, *cond: Any) -> Tensor:
+        """What the network makes of x_t (B, ...), told t (B,): a tensor like x_t."""
+        raise NotImplementedError(f"{type(self).__name__} must define predict(self, x_t, t), or predict(self, x_t, t, cond)")
+
+    def clock_losses(self, x0: Tensor, *, cond: Any = None, micro: tuple[int, int] = (0, 1)) -> Tensor:
+        """(B,) the weighted losses of x0 (B, ...) at newly drawn times, for a training step of your own; `cond` and `micro` as for `clock.draw`."""
+        b = self.clock.draw(x0, predict=self.predict, cond=cond, micro=micro)
+        return self.clock.loss(b, call(self.predict, b.x_t, b.t, cond))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The mean loss of a batch, which is x0, (x0,) or (x0, cond); times are stratified over the micro-batches of an update."""
+        x0, *cond = (batch,) if isinstance(batch, Tensor) else batch if isinstance(batch, (tuple, list)) and batch else (None,)
+        if not isinstance(x0, Tensor) or len(cond) > 1:
+            raise TypeError(
+                f"a batch must be x0 or (x0, cond), got {type(batch).__name__}; for others define training_step with self.clock_losses(x0, cond=...)"
+            )
+        loss = self.clock_losses(x0, cond=cond[0] if cond else None, micro=micro_batch(self.trainer, batch_idx)).mean()
+        self.log("train_loss", loss, prog_bar=True)  # type: ignore[attr-defined]  # the LightningModule's
+        return loss
+
+
+class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightnings
+    """Attaches the module's clock to its optimiser, saves and restores it, and logs its numbers as often as the trainer logs.
+
+    optimizer: which of the optimisers trains the clock's model, where there are several. curves_every: updates between densities and losses by
+    time, see `integrations/trackers.py`; they are logged at the end too, 0 for never.
+    """
+
+    def __init__(self, *, optimizer: int | None = None, curves_every: int = 1000) -> None:
+        if not _FOUND:
+            raise ImportError("ClockCallback needs Lightning, which is not installed: pip install lightning")
+        super().__init__()
+        self.optimizer, self.curves_every = optimizer, curves_every
+        take_whole(self, "curves_every", least=0)
+        self._clock: Clock | None = None
+        self._restored = self._stepped = False
+        self._logged, self._tracked = 0, 0  # the last update that was looked at, and the last whose curves were shown
+        self._hook: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        clock = getattr(pl_module, "clock", None)
+        if not isinstance(clock, Clock):
+            raise TypeError(f"ClockCallback looks for a Clock in the module's `clock`: set self.clock = nc.Clock(...) in {type(pl_module).__name__}")
+        self._clock, self._restored = clock, False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.ckpt_path and not self._restored:
+            warnings.warn(f"{trainer.ckpt_path} was made without ClockCallback, so the clock starts anew", stacklevel=2)
+        self._logged = self._tracked = trainer.global_step
+        optimizer = self._chosen(trainer.optimizers)
+        pl_module.clock.attach(optimizer)
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def _chosen(self, optimizers: list[Any]) -> Any:
+        if self.optimizer is None and len(optimizers) == 1:
+            return optimizers[0]
+        if self.optimizer is None or not 0 <= self.optimizer < len(optimizers):
+            raise ValueError(f"there are {len(optimizers)} optimisers; say which trains the clock's model: ClockCallback(optimizer=0) for the first")
+        return optimizers[self.optimizer]
+
+    # --- updates ------------------------------------------------------------------------------------------------------------------------
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if micro_batch(trainer, batch_idx)[0] == 0:
+            self._stepped = False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        i, parts = micro_batch(trainer, batch_idx)
+        if i < parts - 1:
+            return
+        if pl_module.automatic_optimization and not self._stepped:
+            pl_module.clock.updated(skipped=True)  # by a GradScaler, so that no hook ran; a probe that was begun must not wait for another batch
+        if trainer.is_global_zero:
+            self._log(trainer, pl_module.clock)
+
+    # --- what is seen -------------------------------------------------------------------------------------------------------------------
+
+    def _log(self, trainer: Any, clock: Clock) -> None:
+        step, before = trainer.global_step, self._logged
+        self._logged = step
+        # counted so because a batch may make no update, or several with several optimisers
+        due = [every > 0 and step // every > before // every for every in (self.curves_every, trainer.log_every_n_steps)]
+        if due[0]:
+            self._track(trainer, clock)
+        elif due[1]:
+            found = numbers(clock)
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step)
+
+    def _track(self, trainer: Any, clock: Clock) -> None:
+        self._tracked = trainer.global_step
+        for logger in trainer.loggers:
+            track(logger, clock, trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._hook.remove()
+        if self.curves_every and trainer.is_global_zero and trainer.global_step > self._tracked:
+            self._track(trainer, pl_module.clock)
+
+    # --- state --------------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock of every process: Lightning asks all of them and writes what the first one says."""
+        if self._clock is None:
+            return {}
+        mine = map_tensors(Tensor.cpu, self._clock.state_dict())  # or the first process would open a context on every GPU
+        ranks: list[Any] = [mine]
+        if dist.is_available() and dist.is_initialized():
+            ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, mine)
+        return {"ranks": ranks}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on as the clock of this process; on another number of processes, as the first one's: times go on, noise starts anew."""
+        if self._clock is None:
+            raise ValueError("a ClockCallback restores the clock of a module: give it to a Trainer, and the checkpoint to trainer.fit(ckpt_path=...)")
+        ranks = state_dict["ranks"]
+        rank, world_size = self._clock.place()
+        self._clock.load_state_dict(ranks[rank if len(ranks) == world_size else 0])
+        self._restored = True
