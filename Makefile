@@ -2,13 +2,14 @@
 # make test   the test suite, doctests included (make test-slow: the tests that take minutes; make test-integrations: with Lightning, W&B and others)
 # make lint   ruff and mypy (strict)
 # make docs   the documentation as a site, in site/
+# make wheel  a wheel in dist/, tried in an empty environment
 # Each creates .venv from requirements.lock on first use, with Python 3.11 or newer.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-integrations lint docs format clean
+.PHONY: demo test test-slow test-integrations lint docs wheel format clean
 
 demo: $(READY)
 	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm --seeds 3 --out results/demo \
@@ -31,6 +32,11 @@ lint: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m pytest -m slow tests/test_release.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix

@@ -23,7 +23,7 @@ from noiseclock.core.names import SAMPLERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 # what a comment on the line before a block may say
@@ -281,12 +281,22 @@ def test_the_cifar_table_is_the_logs():
     assert [row for row in rows if row not in log.splitlines()] == []
 
 
+def test_the_help_of_every_command_is_the_one_that_is_checked_in():
+    module = loaded(DOCS / "commands.py")
+    assert module.PAGE.read_text() == module.page(), "run python docs/commands.py"
+
+
 # --- pictures -------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def densities():
-    spec = importlib.util.spec_from_file_location("densities", DOCS / "pictures" / "densities.py")
+    return loaded(DOCS / "pictures" / "densities.py")
+
+
+def loaded(script: Path) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
