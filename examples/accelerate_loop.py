@@ -1,7 +1,8 @@
 """A plain loop in several processes: accelerate splits the data, the clock splits the times, and what its sampler learns is the same everywhere.
 
-    accelerate launch --num_processes 2 examples/accelerate_loop.py     # on two GPUs; with more --updates the same command goes on
-    torchrun --nproc-per-node 2 examples/accelerate_loop.py             # on CPUs, where `accelerate launch` would start one process
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py     # again with more --updates goes on
+
+That is also how to start it on CPUs, where accelerate starts one process unless it is told of several GPUs.
 
 Of every update's times each process draws its own, one from each of as many equal parts of [0, 1] as there are samples on all of them.
 """
