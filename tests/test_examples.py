@@ -85,7 +85,19 @@ def same(one, other) -> bool:
 def launched(folder: Path, *arguments: object) -> list[dict[str, Any]]:
     """What two processes knew after the loop."""
     (folder / "onlooker.py").write_text(ONLOOKER)
-    settings = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no --dynamo_backend no".split()
+    settings = [
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--main_process_port",
+        "0",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
     launcher = ("-m", "accelerate.commands.launch", *settings, str(folder / "onlooker.py"))
     said = run("accelerate_loop", *arguments, launcher=launcher, cwd=folder)
     known = [torch.load(folder / f"{arguments[-1]}-{rank}.pt", weights_only=False) for rank in range(2)]

@@ -5,12 +5,14 @@ import shutil
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
+import small_autoencoders
 from noiseclock.core.probes import Probe
 from noiseclock.lab import captions, data as lab_data
 from noiseclock.lab.built import network, sampled
@@ -283,6 +285,56 @@ def test_guidance_leads_away_from_the_empty_caption(settings, tmp_path):
         assert (found - wanted).abs().max() < 0.51  # rounded to whole numbers
     mine = sampled(run.net, run.recipe, run.clock, run.data, 3, steps=1, guidance=2.5)
     assert torch.equal(mine, found)
+
+
+# --- latents ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def latents(place, tmp_path_factory):
+    """The latents of the pictures, made by an autoencoder of random weights."""
+    root = tmp_path_factory.mktemp("latents")
+    coder = small_autoencoders.saved(root / "coder", channels=3)
+    return small_autoencoders.encoded(root / "latents", coder, f"captions:{place / 'embedded'}", batch=16, shard_size=32)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_latents_come_with_the_captions_of_their_pictures(place, latents, split):
+    """In the same order and with the same draws as the pictures themselves."""
+    pictures, encoded = load(f"captions:{place / 'embedded'}", split=split), load(f"latents:{latents}", split=split)
+    assert encoded.classes is None
+    of_pictures, of_latents = (batches(data, 8, seed=3) for data in (pictures, encoded))
+    for _ in range(12):
+        (_, told), (z, mine) = next(of_pictures), next(of_latents)
+        assert torch.equal(mine, told)
+        assert z.shape == (8, 2, 8, 8)
+    assert torch.equal(head(encoded, 3)[1], head(pictures, 3)[1])
+    assert torch.equal(encoded.texts.empty, pictures.texts.empty)
+    assert encoded.texts.held_out_words(2) == pictures.texts.held_out_words(2)
+
+
+def test_a_training_on_latents_is_told_captions_and_goes_on_to_the_bit(place, latents, settings, tmp_path, capsys, elsewhere):
+    settings = replace(settings, data=f"latents:{latents}", patch=4, validate_every=4, sampler="variance-optimal:every=2,warmup=1")
+    trained(settings, tmp_path / "whole")
+    trained(settings, tmp_path / "parts", stop=3)
+    trained(settings, tmp_path / "parts")
+    assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "parts")) == []
+    asked = ("sample", str(tmp_path / "whole"), "--count", "2", "--device", "cpu", "--prompt", "a red circle", "--encoder", str(place / "encoder"))
+    said(capsys, *asked, "--out", "asked.npz")
+    assert np.load("asked.npz")["arr_0"].shape == (2, 16, 16, 3)
+
+
+def test_captions_that_changed_or_went_are_named(place, latents, tmp_path):
+    moved = shutil.copytree(place, tmp_path / "moved")
+    coder = small_autoencoders.saved(tmp_path / "coder", channels=3)
+    made = small_autoencoders.encoded(tmp_path / "latents", coder, f"captions:{moved / 'embedded'}", batch=16, shard_size=32)
+    assert torch.equal(head(load(f"latents:{made}"), 3)[1], head(load(f"latents:{latents}"), 3)[1])
+    (moved / "pictures" / "0.png").unlink()
+    with pytest.raises(Mistake, match=r"has other pictures than when .* was made of it"):
+        head(load(f"latents:{made}"), 3)
+    shutil.rmtree(moved / "embedded")
+    with pytest.raises(Mistake, match="holds no embedded captions"):
+        head(load(f"latents:{made}"), 3)
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------------------------

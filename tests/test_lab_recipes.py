@@ -68,6 +68,7 @@ def test_imagenet_is_table_9_of_the_adaptive_paper():
 def test_coco_is_as_u_vit_released_it():
     name = "coco-t2i"
     assert values(name, "model", "channels", "blocks", "head_channels") == ("uvit", 512, 12, 64)  # 8 heads
+    assert values(name, "data", "patch") == ("latents:data/coco-latents", 2)
     assert values(name, "optimizer", "lr", "betas", "weight_decay", "warmup", "batch") == ("adamw", 2e-4, (0.9, 0.9), 0.03, 5000, 256)
     assert values(name, "conditional", "drop_labels", "updates", "ema") == (True, 0.1, 1_000_000, 0.9999)
 
@@ -84,7 +85,6 @@ def test_dit_is_as_in_speed(name):
 # --- every recipe works -------------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32), "latents": (4, 32, 32), "latents:data/celebahq-latents": (3, 64, 64)}
-SHAPES |= {"captions": (3, 64, 64)}
 CLIP = SimpleNamespace(empty=torch.zeros(77, 768))  # captions as ViT-L/14 embeds them
 MILLIONS = {
     "digits": 0.7, "mnist": 1.6, "cifar10-linear": 35.7, "cifar10-cosine": 35.7, "cifar10-quadratic": 35.7, "cifar10-sprint": 9.0,

@@ -202,6 +202,9 @@ class Texts:
     def __init__(self, embedded: EmbeddedSet, order: Tensor, first: Tensor, count: Tensor, examples: Tensor) -> None:
         self._embedded, self._order, self._first, self._count, self._examples = embedded, order, first, count, examples
 
+    def __len__(self) -> int:
+        return len(self._first)
+
     @property
     def empty(self) -> Tensor:
         """(L, D) float16: the empty caption, which a model is told where the caption is withheld."""

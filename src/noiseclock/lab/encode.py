@@ -67,6 +67,8 @@ def encode(
         "format": FORMAT, "made of": made_of, "shape": list(coding.latent_shape(train.shape)), "classes": train.classes,
         "posterior": coding.encode(torch.zeros((1, *train.shape), dtype=torch.uint8)).std is not None, "splits": {},
     }  # fmt: skip
+    if train.texts is not None:
+        index["captioned"] = {split: len(found.texts or ()) for split, found in sets.items()}
     with lock(out):
         kept = _begin(out, index, coding)
         yield from _shards(out, index, kept, sets, coding, batch)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from noiseclock.lab import autoencoder
 from noiseclock.lab.autoencoder import Autoencoder
+from noiseclock.lab.captions import Captioned, Texts
 from noiseclock.lab.errors import Mistake, choose
 from noiseclock.lab.folder import checksum
-from noiseclock.lab.order import Order, flips, normals
+from noiseclock.lab.order import Order, flips, normals, uniforms
 
 FORMAT = 1  # of the files; raised when an older reader would misread them
 IN_MEMORY = 2**31  # bytes of latents; more than that stay on the disk
@@ -43,7 +44,6 @@ class Latents:
     """
 
     skipped = 0
-    texts = None
 
     def __init__(self, place: str, split: str) -> None:
         folder, at, _ = place.rpartition("@mean")
@@ -99,23 +99,33 @@ class Latents:
         return found
 
     @cached_property
+    def texts(self) -> Texts | None:
+        """The embedded captions of the pictures, which stay where they were embedded; None where the pictures had none."""
+        kind, _, place = self.source[0].partition(":")
+        if kind != "captions":
+            return None
+        found = Captioned(Path(place), self.split).texts
+        if len(found) != self.index["captioned"][self.split]:
+            raise Mistake(f"{place} has other pictures than when {self.folder} was made of it; {AGAIN} into another folder")
+        return found
+
+    @cached_property
     def labels(self) -> Tensor | None:
-        """(N,) int64, or None."""
+        """(N,) int64, or None; of pictures with captions their numbers, by which `texts` finds them."""
         known = [shard["labels"] for shard in self._shards if "labels" in shard]  # a test split may lack them
         return torch.cat(known) if known else None
 
     def batches(self, places: Sequence[int], batch: int, *, seed: int, device: torch.device, flip: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """What a network sees at these places of the order, `batch` from each on: (batch, c, h, w) on the device, and labels (batch,) or None."""
+        """What a network sees at these places of the order, `batch` from each on: (batch, c, h, w) on the device, and labels or captions, if any."""
         take, order = self._taking(device, flip), Order(len(self), seed)
         mean, std = self.mean.to(device), self.std.to(device)
-        labels = None if self.labels is None else self.labels.to(device)
         for first in places:
             index = order(first, batch)
             found = take(index + len(self) * flips(seed, first, batch) if flip else index)
             z = found["mean"]
             if self.draws:
                 z = z + found["std"] * normals(seed, "posterior", first, batch, self.shape, device)
-            yield (z - mean) / std, None if labels is None else labels[index.to(device)]
+            yield (z - mean) / std, self._told(index, uniforms(seed, "captions", first, batch), device)
 
     def check_flips(self) -> None:
         """A Mistake where there is nothing to be flipped to."""
@@ -142,10 +152,18 @@ class Latents:
         return self._shards[shard][f"mirrored.{kind}" if side else kind][offset]
 
     def head(self, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
-        """The first n as a network sees them, at the mean of their posteriors, and their labels."""
+        """The first n as a network sees them, at the mean of their posteriors, and their labels or first captions."""
         n = min(n, len(self))
         z = torch.stack([self._row("mean", row) for row in range(n)])
-        return ((z - self.mean) / self.std).to(device), None if self.labels is None else self.labels[:n].to(device)
+        return ((z - self.mean) / self.std).to(device), self._told(torch.arange(n), torch.zeros(n), device)
+
+    def _told(self, index: Tensor, chance: Tensor, device: torch.device | str) -> Tensor | None:
+        """The labels (n,) of these rows, or one of the captions of each (n, L, D), chosen by `chance` (n,)."""
+        if self.labels is None:
+            return None
+        labels = self.labels[index]
+        told = labels if self.texts is None else self.texts.drawn(labels, chance)
+        return told.to(device, non_blocking=True)
 
     def decoded(self, x: Tensor) -> Tensor:
         """Pictures, uint8 (n, C, H, W) on the CPU, of what a network made, (n, c, h, w), computed where that is."""

@@ -275,12 +275,13 @@ RECIPES: dict[str, Entry] = {
     ),
     "coco-t2i": Entry(
         Recipe(
-            data="captions:data/coco-clip", size=64, conditional=True, model="uvit", channels=512, blocks=12, head_channels=64, patch=4,
+            data="latents:data/coco-latents", conditional=True, model="uvit", channels=512, blocks=12, head_channels=64, patch=2,
             schedule="scaled-linear", optimizer="adamw", lr=2e-4, betas=(0.9, 0.9), weight_decay=0.03, batch=256, warmup=5000, updates=1_000_000,
             precision="bf16", solver="dpm++", solver_steps=50,
         ),
-        "text to image on MS-COCO: U-ViT-S as released (2209.12152) with 77 tokens of CLIP ViT-L/14, but in pixels at 64x64 and not on latents",
-        "MS-COCO images and captions, CLIP ViT-L/14 (noiseclock embed: docs/text.md), a GPU", "45 M parameters, 1 M updates of 256",
+        "text to image on MS-COCO 256 as in SpeeD: U-ViT-S/2 as released (2209.12152), 77 tokens of CLIP ViT-L/14",
+        "latents 32x32x4 of embedded captions in data/coco-latents (noiseclock embed, then encode: docs/text.md), a GPU",
+        "45 M parameters, 1 M updates of 256",
     ),
 }  # fmt: skip
 
