@@ -183,7 +183,7 @@ def probes(batch: int, gpus: int) -> dict[str, tuple[float, int]]:
     return {
         "Adaptive": (adaptive(dear, batch, gpus), dear.every),
         "Adaptive.cheap()": (adaptive(cheap, batch, gpus), cheap.every),
-        "VarianceOptimal": (2 * min(optimal.samples, mine) / mine * EXACT, optimal.every),
+        "VarianceOptimal": (2 * min(math.ceil(optimal.samples / gpus), mine) / mine * EXACT, optimal.every),
         "Lookahead": ((3 + 2) / 2 * EXACT, ahead.every),  # a gradient of one half of the batch, two forwards of the other
         "loss-second-moment": (0, nc.LossSecondMoment().refresh),
     }

@@ -107,7 +107,8 @@ def test_the_table_shows_each_check_whole():
 def test_what_it_asks_for_is_what_the_project_declares():
     lab = {re.match(r"[\w-]+", line)[0] for line in PROJECT["optional-dependencies"]["lab"]}
     packages = {name for name, look in (doctor.REQUIRED | doctor.OPTIONAL).items() if getattr(look, "func", None) in (doctor.needed, doctor.optional)}
-    assert packages - lab == {"wandb"}
+    assert packages - lab == {"transformers", "wandb"}
+    assert any(line.startswith("transformers") for line in PROJECT["optional-dependencies"]["text"])
     assert lab - packages == {"rich", "tyro"}  # without which the doctor cannot speak
     assert f"torch>={'.'.join(map(str, doctor.TORCH))}" in PROJECT["dependencies"]
     assert PROJECT["requires-python"] == f">={'.'.join(map(str, doctor.PYTHON))}"

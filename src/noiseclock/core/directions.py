@@ -83,10 +83,10 @@ def _adam(group: Any, states: list[Any]) -> list[Tensor]:
 
 @torch.no_grad()
 def normal(parameters: Sequence[nn.Parameter], power: Sequence[Tensor | float], seed: int) -> list[Tensor]:
-    """P^½ξ for each parameter, or for this rank's part of it: the same on all ranks where they hold the same."""
+    """P^½ξ for each parameter, or for this rank's part of it. Every rank draws its own: parts of one ξ where the model is spread over them, and where
+    each has a copy as many ξ, whose mean says more than one's."""
     mine = [local(p) for p in parameters]
-    rank = torch.distributed.get_rank() if sharded(parameters) else 0
-    generator = torch.Generator(mine[0].device).manual_seed((seed + rank) % 2**63)
+    generator = torch.Generator(mine[0].device).manual_seed((seed + ranks.mine()) % 2**63)
     flat = torch.randn(sum(p.numel() for p in mine), generator=generator, device=mine[0].device)
     tensors = [scale for scale in power if isinstance(scale, Tensor)]
     roots = iter(torch._foreach_sqrt(tensors) if tensors else ())

@@ -16,6 +16,16 @@ def active() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def mine() -> int:
+    """The number of this process."""
+    return dist.get_rank() if active() else 0
+
+
+def count() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if active() else 1
+
+
 def total(x: Tensor) -> Tensor:
     """The sum over ranks."""
     if active():
@@ -29,7 +39,7 @@ def average_(tensors: list[Tensor]) -> None:
     if active() and tensors:
         flat = torch.cat([t.flatten() for t in tensors])
         dist.all_reduce(flat)
-        flat /= dist.get_world_size()
+        flat /= count()
         for t, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):  # type: ignore[no-untyped-call]
             t.copy_(mean.view_as(t))
 
@@ -47,7 +57,7 @@ def gathered(x: Tensor) -> list[Tensor]:
     """Every rank's tensor, all of one shape."""
     if not active():
         return [x]
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    found = [torch.empty_like(x) for _ in range(count())]
     dist.all_gather(found, x.contiguous())
     return found
 

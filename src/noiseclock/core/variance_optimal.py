@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noiseclock.core import ranks
 from noiseclock.core.checks import take_finite, take_whole
 from noiseclock.core.directions import derivative, normal, trained
 from noiseclock.core.priced import Priced, evenly
@@ -28,10 +29,10 @@ from noiseclock.core.streams import finalize
 class VarianceOptimal(Priced):
     """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·√E‖w·∇ℓ‖²_P.
 
-    every: optimiser updates between probes, each of two forward passes in float32. samples: of the batch, that a probe prices; they share its
-    direction, which is most of the noise, so more of them add little. bins: of time. decay: of old estimates with each probe. warmup: probes
-    before it moves. gain: it stays at the base while the predicted ρ is above this, because little is to be had; and while the bins differ by
-    less than their standard errors.
+    every: optimiser updates between probes, each of two forward passes in float32. samples: that a probe prices, on all ranks together; those of
+    a rank share a direction, which is most of the noise, so more of them add little. bins: of time. decay: of old estimates with each probe.
+    warmup: probes before it moves. gain: it stays at the base while the predicted ρ is above this, because little is to be had; and while the bins
+    differ by less than their standard errors.
     """
 
     every: int = 40
@@ -50,8 +51,8 @@ class VarianceOptimal(Priced):
             raise ValueError(f"VarianceOptimal: gain must lie in (0, 1], got {self.gain}")
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
-        exact = probe.first(self.samples).exact()
-        time = evenly(len(exact.x0), number, exact.x0.device)
+        exact = probe.first(-(-self.samples // ranks.count())).exact()
+        time = evenly(len(exact.x0) * ranks.count(), number, exact.x0.device)[ranks.mine() :: ranks.count()]
         parameters = trained(probe.modules, probe.optimizer)
         direction = normal(parameters, self._metric(probe), finalize(number) // 2)
         slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time))

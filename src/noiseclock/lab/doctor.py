@@ -269,6 +269,7 @@ OPTIONAL: dict[str, Callable[[], Finding]] = {
     "plotly": partial(optional, "plotly", "reports and the live view"),
     "pyarrow": partial(optional, "pyarrow", "parquet files"),
     "tensorboard": partial(optional, "tensorboard", "curves in TensorBoard"),
+    "transformers": partial(optional, "transformers", "captions, prompts and the CLIP score"),
     "wandb": partial(optional, "wandb", "tracking with Weights & Biases"),
 }
 
