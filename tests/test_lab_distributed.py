@@ -19,9 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import noiseclock.lab.train as lab_train
+import shapes
 from noiseclock import cli
 from noiseclock.core.clock import Clock
 from noiseclock.lab import checkpoint, processes
+from noiseclock.lab.captions import embed
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.shards import whole
 from small_runs import TINY, Forked, distance, lines, state_of, words
@@ -32,7 +34,8 @@ SETTINGS = replace(TINY, updates=8, accumulate=2, weighting="uncertainty", condi
 
 def by_image(x0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(B,) times and (B, ...) noises that depend on nothing but the image."""
-    place = (x0.double().flatten(1) * torch.arange(1, 65).double().sqrt()).sum(1) % 1
+    flat = x0.double().flatten(1)
+    place = (flat * torch.arange(1, flat.shape[1] + 1).double().sqrt()).sum(1) % 1
     noises = [torch.randn(x0.shape[1:], generator=torch.Generator().manual_seed(int(u * 2**31))) for u in place]
     return place, torch.stack(noises)
 
@@ -173,6 +176,21 @@ def test_two_processes_with_ddp_train_what_one_trains(tmp_path, alone, free_port
     assert train(SETTINGS, run) == 0
     assert [line["step"] for line in lines(run)] == list(range(1, 9))
     agree(run, alone, start=Path(f"{alone}-4"))
+
+
+def test_two_processes_are_told_the_captions_that_one_is_told(tmp_path, free_port):
+    pictures, encoder = shapes.write_shapes(tmp_path / "pictures", 24), shapes.write_encoder(tmp_path / "encoder")
+    embed(pictures, encoder, tmp_path / "embedded")
+    settings = replace(SETTINGS, data=f"captions:{tmp_path / 'embedded'}", model="uvit", patch=8, updates=2)
+    assert train(settings, tmp_path / "one") == 0
+    assert on_two(settings, tmp_path / "two", free_port) == [0, 0]
+    ours, (zero, one) = notes(tmp_path / "one"), (notes(tmp_path / "two", rank) for rank in range(2))
+    half = len(ours["cond"]) // 4  # of a micro-batch on one rank
+    shares = [rank["cond"][half * micro : half * (micro + 1)] for micro in range(2) for rank in (zero, one)]
+    assert torch.equal(torch.cat(shares), ours["cond"])
+    assert len(ours["cond"].flatten(1).unique(dim=0)) > half  # among them different ones
+    for rank in (zero, one):
+        assert relative(part(rank, "gradient"), part(ours, "gradient")) < EXACT
 
 
 def test_two_processes_with_fsdp_go_on_where_one_was(tmp_path, alone, free_port):
