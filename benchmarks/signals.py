@@ -234,14 +234,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--updates", type=int, default=20, help="before the measurement, of digits")
     parser.add_argument("--probes", type=int, default=6)
-    parser.add_argument("--samples", type=int, default=128, help="of each bin, for truths")
+    parser.add_argument("--samples", type=int, default=128, help="of each bin, for exact norms")
+    parser.add_argument(
+        "--truth", type=int, default=512, help="samples of the target and of each bin's gradient; thousands on a model that has been trained for long"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--channels", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     args = parser.parse_args(argv)
     bench = Bench(args)
-    wanted = truth(bench, args.samples * 4)
+    wanted = truth(bench, args.truth)
     signals = {name: described(bins, values, wanted) for name, (bins, values) in rewards(bench, args.probes).items()}
     signals["utility"] = described(*utilities(bench, args.probes), wanted)
     norms, losses = exact(bench, args.samples)
