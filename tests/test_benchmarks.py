@@ -85,13 +85,13 @@ def test_signals_are_described_by_their_bins(tmp_path, capsys):
     same = script["against"](np.array([1.0, 2.0, 4.0]), np.array([2.0, 4.0, 8.0]))
     assert (same["rank"], same["worst"]) == pytest.approx((1.0, 0.0), abs=1e-12)
     out = tmp_path / "signals.json"
-    script["main"](["--updates", "2", "--probes", "4", "--samples", "8", "--batch", "32", "--channels", "4", "--out", str(out)])
+    script["main"](["--updates", "2", "--probes", "4", "--samples", "8", "--truth", "32", "--batch", "32", "--channels", "4", "--out", str(out)])
     found = json.loads(out.read_text())
     assert set(found["signals"]) == {"released", "paper", "utility"}
     assert len(found["truth"]) == len(found["exact"]) == 10
     assert "rank with the truth" in capsys.readouterr().out
     trained(replace(UNET, updates=2), tmp_path / "run")
-    script["main"](["--run", str(tmp_path / "run"), "--probes", "4", "--samples", "8", "--batch", "32"])
+    script["main"](["--run", str(tmp_path / "run"), "--probes", "4", "--samples", "8", "--truth", "32", "--batch", "32"])
     assert "run after 2 updates, 4 probes of 32" in capsys.readouterr().out
 
 
