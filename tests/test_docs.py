@@ -55,8 +55,10 @@ def prose(page: Path) -> str:
 
 
 @pytest.fixture
-def nobody_else(tmp_path, monkeypatch):
-    """accelerate keeps its state for the process, and W&B files in the home folder."""
+def nobody_else(tmp_path, monkeypatch, free_port):
+    """accelerate keeps its state for the process, and W&B files in the home folder; torchrun would say that this is the only process."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}.items():
+        monkeypatch.setenv(name, str(value))
     for name, value in {"SILENT": "true", "CACHE_DIR": str(tmp_path), "CONFIG_DIR": str(tmp_path), "DATA_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     yield
