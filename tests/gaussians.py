@@ -1,12 +1,15 @@
-"""A problem with a known answer: for a mixture of Gaussians the best denoiser and its loss at every noise level are exact."""
+"""A problem with a known answer: for a mixture of Gaussians the best denoiser and its loss at every noise level are exact; with a training loop."""
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+import noiseclock as nc
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,30 @@ class Denoiser(nn.Module):
         angle = (t[:, None] / 1000) * self.frequencies
         out: Tensor = self.net(torch.cat([x_t, angle.sin(), angle.cos()], 1))
         return out
+
+
+def train(clock, model, optimizer, steps, batch=16, seed=0, accumulate=1):
+    """So many updates on the ring; gives back the loss of every micro-batch."""
+    data = ring()
+    losses = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            x0 = data.sample(batch, torch.Generator().manual_seed(1000 * (seed + step) + micro))
+            b = clock.draw(x0, predict=model, micro=(micro, accumulate))
+            loss = clock.loss(b, model(b.x_t, b.t)).mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def started(sampler, schedule="linear", steps=8, make=torch.optim.Adam, objective="eps", **options):
+    """A clock with a copy of the sampler, a model and its optimiser, after so many updates."""
+    torch.manual_seed(0)
+    model = Denoiser(width=32)
+    optimizer = make(model.parameters(), lr=1e-3)
+    schedule = nc.schedule(schedule, **({"steps": 100} if schedule == "linear" else {}))
+    clock = nc.Clock(schedule, copy.deepcopy(sampler), objective=objective, **options).attach(optimizer)
+    train(clock, model, optimizer, steps)
+    return clock, model, optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import zlib
@@ -18,6 +19,11 @@ METHODS = ("uniform", "speed:k=5", "adaptive+min-snr")
 LOWER = {"validation": 0.08, "frechet": 12.0, "kernel": 0.01, "bits": 4.0}  # where uniform would end without noise
 HIGHER = {"precision": 0.6, "recall": 0.5}
 TIMES = (np.arange(50) + 0.5) / 50
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+HOSTILES = [
+    "uniform", HOSTILE, '"><svg onload=alert(2)>', "&lt;b&gt;x", "<a href='http://a.example/'>link</a>", "${data} %{x} $x^2$ {{7*7}}", "`| **bold** [x](http://b.example/)",
+    "speed:k=<b>1</b>", "speed:k=--><script>alert(3)</script>", "' onmouseover='alert(4)", "名前 \N{LINE SEPARATOR}" + "x" * 300,
+]  # fmt: skip
 
 
 def write(
@@ -104,6 +110,33 @@ def write(
         if end == updates:
             write_json(cell / "finished.json", {"step": end, "seconds": end * pace})
     return folder
+
+
+def five_methods(folder: Path) -> Path:
+    """Five methods of which three are a sweep over |S|, two learning rates, and known effects: 20 % better and 30 % worse, over 1 % of noise."""
+    methods = ["uniform", "speed", "adaptive:count=1", "adaptive:count=3", "min-snr"]
+    return write(
+        folder, methods, effect={"speed": 0.8, "min-snr": 1.3}, lrs=(1e-3, 2e-3), best_lr={"speed": 2e-3},
+        overhead={"adaptive:count=1": 1.1, "adaptive:count=3": 1.25}, updates=400, every=100,
+    )  # fmt: skip
+
+
+def hostile_and_plain(place: Path) -> tuple[Path, Path]:
+    """Two comparisons that differ in the words in them."""
+    pair = []
+    names = [name for name in HOSTILES if name.isprintable()]
+    plain = [f"speed:k=x{i}" if name.startswith("speed") else "uniform" if name == "uniform" else f"name{i}" for i, name in enumerate(names)]
+    for kind, methods, word in (("bad", names, HOSTILE), ("good", plain, "word")):
+        folder = write(place / kind, methods, seeds=(0, 1), metrics=["frechet", "validation"], updates=200, every=100)
+        config = json.loads((folder / "compare.json").read_text())
+        config["recipe"], config["settings"] = word, {**config["settings"], f"{word} 2": [word]}
+        config["made with"] = {"versions": {word: word}, "machine": word}
+        (folder / "compare.json").write_text(json.dumps(config))
+        for path in (folder / "cells").iterdir():
+            (path / "points.jsonl").write_text((path / "points.jsonl").read_text().replace("Fr\\u00e9chet distance (digits classifier)", word))
+        (folder / "cells" / f"{word.replace('/', '')}").mkdir()
+        pair.append(folder)
+    return pair[0], pair[1]
 
 
 def _value(name: str, level: float, left: float, luck: float) -> float:

@@ -32,6 +32,9 @@ TINY = replace(
     solver_steps=2, log_every=1, save_every=0, validate_every=0, sample_every=0, track=(),
 )  # fmt: skip
 UNET = replace(TINY, model="unet", channels=8, head_channels=0, multipliers=(1,), attention=())
+# What turns them into other kinds of diffusion.
+EDM = {"schedule": "edm", "steps": None, "objective": "edm", "base": "log-normal"}
+FLOW = {"schedule": "flow", "steps": None, "objective": "flow"}
 
 
 def trained(settings: Recipe, folder: Path, *, stop: int | None = None) -> list[Record]:

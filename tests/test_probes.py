@@ -11,7 +11,7 @@ from torch import nn
 
 import noiseclock as nc
 from noiseclock.core.gradient_variance import gradient_moments
-from test_clock import Denoiser, Probing, data, train
+from small_loops import Denoiser, Probing, data, train
 
 
 def test_probes_come_before_and_after_the_update_and_leave_no_trace():

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import noiseclock as nc
 from gaussians import Denoiser, ring
+from known_densities import SCHEDULE, OwnParameters, SharedParameter, T, best_density, distance
 from noiseclock.core.batch import noised
 from noiseclock.core.directions import derivative, local, metric, normal, trained
 from noiseclock.core.objectives import squared_error
-from test_adaptive import SCHEDULE, OwnParameters, SharedParameter, T, best_density, distance
 from test_measure import FOUR_STEPS, STEPS, Separate, closed_form, data
 
 # --- directions ---------------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,188 @@
+"""The state of a clock: what is saved goes on bit for bit, what is copied goes on by itself, and what belongs to another is refused."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import noiseclock as nc
+from small_loops import FIXED, Denoiser, data
+
+
+@pytest.mark.parametrize("sampler", FIXED, ids=repr)
+@pytest.mark.parametrize("schedule", ["linear", "flow", "edm"])
+def test_resuming_is_bit_exact(sampler, schedule):
+    """2N steps are N, saved, loaded into a new clock, and N more: times, noise, losses and record."""
+
+    def make():
+        fresh = eval(repr(sampler), {**vars(nc.schedules), **vars(nc)})
+        return nc.Clock(schedule, fresh, nc.MinSNR(normalize=True), correct="none", seed=3)
+
+    def run(clock, steps):
+        out = []
+        for _ in range(steps):
+            b = clock.draw(data())
+            out.append(torch.stack([b.time.float(), b.noise[:, 0], clock.loss(b, b.noise * 0.9)]))
+            clock.updated()
+        return out
+
+    whole = make()
+    expected = run(whole, 10)
+    first = make()
+    part = run(first, 5)
+    state = first.state_dict()
+    second = make()
+    second.load_state_dict(copy.deepcopy(state))
+    assert second.state_dict()["updates"] == 5
+    part += run(second, 5)
+    assert all(torch.equal(x, y) for x, y in zip(part, expected, strict=True))
+    assert second.updates == whole.updates == 10
+    for x, y in zip(second.record.by_time(), whole.record.by_time(), strict=True):
+        assert np.array_equal(x, y, equal_nan=True)
+
+
+def test_state_survives_torch_save_and_a_second_save_before_any_draw(tmp_path):
+    clock = nc.Clock("linear", "speed")
+    clock.draw(data())
+    torch.save(clock.state_dict(), tmp_path / "state.pt")
+    again = nc.Clock("linear", "speed")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    third = nc.Clock("linear", "speed")
+    third.load_state_dict(again.state_dict())
+    b, c = clock.draw(data()), third.draw(data())
+    assert torch.equal(b.time, c.time)
+    assert torch.equal(b.noise, c.noise)
+
+
+def test_a_state_resumes_on_another_number_of_ranks():
+    saved = []
+    for rank in range(2):
+        clock = nc.Clock("linear", "uniform", rank=rank, world_size=2)
+        clock.draw(data(8))
+        saved.append((clock, clock.state_dict()))
+    one = nc.Clock("linear", "uniform")
+    one.load_state_dict(saved[0][1])
+    union = torch.cat([clock.draw(data(8)).time for clock, _ in saved]).sort().values
+    assert torch.equal(one.draw(data(16)).time.sort().values, union)
+    # every rank may load rank 0's state: the noise streams still differ
+    resumed = [nc.Clock("linear", "uniform", rank=rank, world_size=2) for rank in range(2)]
+    for clock in resumed:
+        clock.load_state_dict(saved[0][1])
+    noises = [clock.draw(data(8)).noise for clock in resumed]
+    assert not (noises[0] == noises[1]).any()
+
+
+def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
+    clock = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
+    clock.draw(data())
+    good = clock.state_dict()
+    cases = [
+        ({k: v for k, v in good.items() if k != "draws"}, "not the whole state of a Clock: draws missing"),
+        ({**good, "version": 99}, "version 99, this library reads 1"),
+        ({**good, "sampler": {"x": 1}}, "has no state, but was given"),
+        ({**good, "record": {}}, "50 bins"),
+        ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
+        ({**good, "draws": "x"}, "invalid literal"),
+        (None, "not the whole state of a Clock: it is None"),
+        (nc.Clock("cosine", "speed", nc.MinSNR(5.0), seed=1).state_dict(), "its schedule is Cosine"),
+        (nc.Clock("linear", "uniform", nc.MinSNR(5.0), seed=1).state_dict(), r"its sampler is Uniform\(\)"),
+        (nc.Clock("linear", "speed", nc.MinSNR(4.0), seed=1).state_dict(), "its weighting is MinSNR.*gamma=4.0"),
+        (nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=2).state_dict(), "its seed is 2, this one's is 1"),
+    ]
+    twin = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
+    twin.draw(data())
+    for state, message in cases:
+        with pytest.raises(ValueError, match=message):
+            clock.load_state_dict(state)
+    assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
+
+
+def test_loading_into_a_used_clock_goes_on_from_the_state():
+    clock = nc.Clock("linear", "speed")
+    clock.draw(data())
+    state = copy.deepcopy(clock.state_dict())
+    expected = clock.draw(data())
+    generator = clock.generator(torch.device("cpu"))
+    clock.draw(data())
+    clock.load_state_dict(state)
+    again = clock.draw(data())
+    assert torch.equal(again.noise, expected.noise)
+    assert torch.equal(again.time, expected.time)
+    assert clock.generator(torch.device("cpu")) is generator  # a captured graph may hold it
+
+
+def test_inference_mode_leaves_the_clock_usable():
+    """A validation pass before training must not turn the clock's counters into tensors that can never be written again."""
+    with torch.inference_mode():
+        clock = nc.Clock("linear", nc.Annealed(nc.LogitNormal(), start=0, stop=4), nc.MinSNR(normalize=True))
+        clock.draw(data())
+        clock.draw(torch.empty(4, 2, device="meta"), noise=torch.empty(4, 2, device="meta"))
+    for _ in range(3):
+        b = clock.draw(torch.empty(4, 2, device="meta"), noise=torch.empty(4, 2, device="meta"))
+        clock.loss(b, b.noise)
+        clock.updated()
+    assert clock.sampler.share == 0.75
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda clock: pickle.loads(pickle.dumps(clock))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_by_itself_and_leaves_the_optimizer_behind(copied):
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", nc.SpeeD(), nc.ChangeAware()).attach(optimizer)
+    clock.draw(data())
+    again = copied(clock)
+    assert torch.equal(again.draw(data()).noise, clock.draw(data()).noise)
+    with again.step(model, data()) as losses:
+        losses.mean().backward()
+    optimizer.step()
+    assert (again.updates, clock.updates) == (1, 1)
+
+
+def test_a_saved_run_with_skipped_steps_resumes_exactly():
+    """A fused optimiser under a GradScaler with an annealed sampler: the blend must follow the updates that were made, at once."""
+
+    def run(clock, scaler, model, optimizer, steps):
+        times = []
+        for step in steps:
+            b = clock.draw(data(), predict=model)
+            times.append(b.time)
+            scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
+            if step in (1, 2):
+                model.net[0].weight.grad[0, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return times
+
+    def make():
+        model = Denoiser()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+        clock = nc.Clock("linear", nc.Annealed(nc.LogitNormal(), start=0, stop=8)).attach(optimizer)
+        return clock, torch.amp.GradScaler("cpu", init_scale=8.0), model, optimizer
+
+    whole = make()
+    expected = run(*whole, range(8))
+    parts = make()
+    times = run(*parts, range(4))
+    second = make()
+    second[0].load_state_dict(parts[0].state_dict())
+    times += run(second[0], *parts[1:2], *second[2:], range(4, 8))
+    assert all(torch.equal(x, y) for x, y in zip(times, expected, strict=True))
+    assert whole[0].updates == 6
+
+
+def test_the_base_may_be_annealed():
+    clock = nc.Clock("linear", "uniform", base=nc.Annealed(nc.LogitNormal(), start=0, stop=10), correct="importance")
+    for _ in range(5):
+        clock.updated()
+    assert clock.base.share == 0.5
+    again = nc.Clock("linear", "uniform", base=nc.Annealed(nc.LogitNormal(), start=0, stop=10), correct="importance")
+    again.load_state_dict(clock.state_dict())
+    assert again.base.share == 0.5
+
+
+def test_equal_settings_are_equal_however_written():
+    nc.Clock("linear", "uniform", nc.MinSNR(5)).load_state_dict(nc.Clock("linear", "uniform", nc.MinSNR(5.0)).state_dict())

@@ -1,0 +1,233 @@
+"""The report in a browser: charts, choices, keyboard, paper and phone, with results that are good, hostile and damaged."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import made_up_results
+from made_up_results import HOSTILE, HOSTILES
+from noiseclock.lab import report, report_charts
+from noiseclock.lab.results import read
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+def opened(browser: Any, path: Path, **options: Any) -> Any:
+    """A page that is watched: `page.wrong` collects what a good one does not do."""
+    page = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}).new_page()
+    page.wrong = []
+    page.on("console", lambda message: page.wrong.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: page.wrong.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: (page.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda request: page.wrong.append(f"request: {request.url}") if not request.url.startswith(("data:", "file:")) else None)
+    page.goto(path.as_uri())
+    return page
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait for something to come true. Playwright's own way evaluates a string, which the page's policy forbids."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"never: {expression}")
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory) -> Path:
+    return made_up_results.five_methods(tmp_path_factory.mktemp("made") / "results")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> tuple[Path, Path]:
+    return made_up_results.hostile_and_plain(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(scope="module")
+def written(made_up, tmp_path_factory) -> Path:
+    return report.write(made_up, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def desktop(browser, written) -> Any:
+    return opened(browser, written)
+
+
+@pytest.fixture
+def page(desktop) -> Iterator[Any]:
+    """The page as it was opened, as far as a reader can tell."""
+    yield desktop
+    assert desktop.wrong == []
+    for box in desktop.locator(".methods input").all():
+        box.check()
+    desktop.select_option("#metric", "frechet")
+    desktop.locator("#step").focus()
+    desktop.keyboard.press("End")
+
+
+CHARTS = "[...document.querySelectorAll('.chart')]"
+IMAGES = "document.querySelector('.chart[data-by=images]')"
+
+
+def drawn(page: Any) -> list[tuple[str, set[int]]]:
+    """The methods in every chart that is visible; maps of density are one method each."""
+    kinds = page.evaluate(
+        f"{CHARTS}.filter(c => !c.closest('[hidden]')).map(c => [c.dataset.chart, c.dataset.method ?? null, c.data.map(t => t.meta ?? null)])"
+    )
+    return [(kind, {int(method)} if method is not None else set(methods)) for kind, method, methods in kinds]
+
+
+def test_charts_are_drawn(page, made_up):
+    kinds = [kind for kind, _ in drawn(page)]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"quality": 3, "lr": 1, "sweep": 1, "loss": 2, "utility": 1, "density": 5, "overhead": 1}
+    marks = "path.js-line, path.point, .hm image, .bars path"
+    assert min(page.evaluate(f"{CHARTS}.map(c => [...c.querySelectorAll('{marks}')].filter(m => m.getBoundingClientRect().width > 0).length)")) >= 1
+    trace = page.evaluate(f"{IMAGES}.data.filter(t => t.meta === 1 && t.hovertext)[0]")
+    curve = report_charts.quality(read(made_up), "frechet")["curves"][1]
+    assert trace["x"] == curve["images"]
+    assert trace["y"] == pytest.approx(curve["mean"], rel=1e-5)  # six digits travel
+
+
+def test_a_method_can_be_hidden_everywhere_by_keyboard(page):
+    visible = "document.querySelectorAll('figure:not([hidden])').length"
+    before, figures = drawn(page), page.evaluate(visible)
+    page.locator(".methods input").nth(1).focus()
+    page.keyboard.press("Space")
+    assert [kind for kind, methods in drawn(page) if 1 in methods] == []
+    assert page.evaluate(visible) == figures - 2  # its density and its samples
+    assert "speed" not in page.evaluate("document.querySelector('.chart[data-chart=overhead] .main-svg').textContent")
+    page.keyboard.press("Space")
+    assert drawn(page) == before
+
+
+def test_the_name_at_the_end_of_a_line_hides_it(page):
+    page.locator(".chart[data-by=images] .annotation-text-g", has_text="min-snr").click(force=True)
+    until(page, "!document.querySelectorAll('.methods input')[4].checked")
+    assert [kind for kind, methods in drawn(page) if 4 in methods] == []
+
+
+def test_the_metric_can_be_chosen(page, made_up):
+    first = page.inner_text("#answer")
+    page.select_option("#metric", "recall")
+    assert "recall" in page.inner_text("#answer")
+    assert page.inner_text("#answer") != first
+    values = page.evaluate(f"{IMAGES}.data.filter(t => t.meta === 0 && t.hovertext)[0].y")
+    assert values == pytest.approx(report_charts.quality(read(made_up), "recall")["curves"][0]["mean"], rel=1e-5)
+
+
+def test_samples_through_training(page):
+    seen = "[...document.querySelectorAll('#samples img')].filter(i => i.offsetWidth && i.naturalWidth).map(i => i.dataset.step)"
+    assert page.evaluate(seen) == ["400"] * 5
+    page.locator("#step").focus()
+    page.keyboard.press("Home")
+    assert page.evaluate(seen) == ["100"] * 5
+    assert page.inner_text("#step-shown") == "update 100"
+
+
+def test_tooltips_have_numbers(page):
+    chart = page.locator(".chart[data-by=seconds]").first
+    chart.scroll_into_view_if_needed()
+    chart.locator("path.point").last.hover(force=True)
+    page.wait_for_selector(".chart[data-by=seconds] .hovertext")
+    said = chart.locator(".hovertext").text_content()
+    assert re.search(r"from [\d.]+ to [\d.]+ over 3 seeds", said)
+    assert re.search(r"[\d,]+ images · [\d.]+ s · [\d.]+D", said)
+
+
+def test_dark_mode_reaches_page_and_charts(page):
+    look = f"[getComputedStyle(document.body).backgroundColor, {IMAGES}.layout.font.color, {IMAGES}.data.at(-1).line.color]"
+    light = page.evaluate(look)
+    page.emulate_media(color_scheme="dark")
+    until(page, f"{IMAGES}.layout.font.color !== '{light[1]}'")
+    dark = page.evaluate(look)
+    page.emulate_media(color_scheme="light")
+    until(page, f"{IMAGES}.layout.font.color === '{light[1]}'")
+    assert all(a != b for a, b in zip(dark, light, strict=True))
+    shades = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (dark[0], light[0])]
+    assert shades[0] < 100
+    assert shades[1] > 700
+
+
+def test_on_paper(page):
+    ink = page.evaluate(f"{IMAGES}.layout.font.color")
+    page.emulate_media(media="print", color_scheme="dark")
+    until(page, "[...document.querySelectorAll('details')].every(d => d.open)")
+    assert not page.is_visible(".controls")
+    assert not page.is_visible(".slider")
+    widths = page.evaluate("[...document.querySelectorAll('.chart .main-svg')].map(c => c.getBoundingClientRect().width)")
+    assert 200 < min(widths) < max(widths) <= 210 / 25.4 * 96 - 2 * 14 / 25.4 * 96  # A4 less its margins of 14 mm, in pixels
+    assert page.evaluate(f"{IMAGES}.layout.font.color") == ink  # on paper, whatever the screen
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.emulate_media(media="screen", color_scheme="light")
+    until(page, f"{CHARTS}.every(c => Math.abs(c.querySelector('.main-svg').getBoundingClientRect().width - c.clientWidth) < 2)")
+    assert page.is_visible(".controls")
+
+
+NO_SCROLL = "[document.documentElement.scrollWidth, document.body.scrollWidth, Math.max(390, ...RIGHT)]".replace(
+    "RIGHT", "[...document.querySelectorAll('.chart .main-svg')].map(c => Math.round(c.getBoundingClientRect().right))"
+)
+
+
+@pytest.fixture(scope="module")
+def phone(browser, written) -> Any:
+    return opened(browser, written, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+
+
+def test_a_phone_has_no_horizontal_scroll(phone):
+    assert phone.evaluate(NO_SCROLL) == [390, 390, 390]
+    assert phone.evaluate("document.querySelector('.scroll').scrollWidth > document.querySelector('.scroll').clientWidth")  # the table does
+    assert phone.wrong == []
+
+
+def test_no_other_script_runs(phone):
+    """Should a tag get through all the same, the page's policy does not run it. (The refusal is a message on the console.)"""
+    phone.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')")
+    phone.evaluate("() => { const s = document.createElement('script'); s.textContent = 'window.ran = 2'; document.body.append(s); }")
+    phone.wait_for_timeout(200)
+    assert phone.evaluate("window.ran") is None
+    assert any("Content Security Policy" in message for message in phone.wrong)
+
+
+def test_hostile_names_stay_names(browser, hostile, tmp_path):
+    page = opened(browser, report.write(hostile[0], tmp_path / "hostile.html"))
+    assert page.evaluate("document.querySelectorAll('img[src=x], [onload], [onerror], [onmouseover], .chart a').length") == 0
+    assert page.evaluate("document.scripts.length") == 3
+    assert page.inner_text("h1").startswith(HOSTILE)
+    names = page.evaluate(f"[...{IMAGES}.querySelectorAll('.annotation-text')].map(t => t.textContent)")
+    assert sorted(names) == sorted(name if len(name) <= 22 else name[:21] + "…" for name in HOSTILES if name.isprintable())
+    page.locator(".chart[data-by=images] path.point").first.hover(force=True)
+    page.wait_for_selector(".hovertext")
+    bars = page.evaluate("[...document.querySelectorAll('.chart[data-chart=overhead] .ytick')].map(t => t.textContent)")
+    assert sorted(bars) == sorted(name if len(name) <= 40 else name[:39] + "…" for name in HOSTILES if name.isprintable())
+    page.locator(".methods input").nth(1).uncheck()
+    assert 1 not in set.union(*(methods for _, methods in drawn(page)))
+    page.set_viewport_size({"width": 390, "height": 844})
+    until(page, f"{CHARTS}.every(c => c.closest('[hidden]') || c.querySelector('.main-svg').getBoundingClientRect().right <= 390)")
+    assert page.evaluate(NO_SCROLL) == [390, 390, 390]
+    assert page.wrong == []
+    page.context.close()
+
+
+@pytest.mark.parametrize("lost", ["everything", "points.jsonl"])
+def test_a_damaged_folder_opens_as_well(browser, tmp_path, lost):
+    folder = made_up_results.write(tmp_path / "r", updates=200, every=100)
+    for path in folder.glob("*" if lost == "everything" else f"cells/*/{lost}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    page = opened(browser, report.write(folder))
+    assert "missing" in page.inner_text("#problems")
+    assert page.wrong == []
+    page.context.close()
