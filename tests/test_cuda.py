@@ -6,14 +6,11 @@ from torch import nn
 
 import noiseclock as nc
 from noiseclock.core.later import Later
-from noiseclock.core.names import SAMPLERS
 from noiseclock.core.weightings import WEIGHTINGS
+from small_loops import FIXED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-INNER = {"shifted", "truncated", "mixture", "annealed"}
-LEARNED = {"adaptive", "loss-second-moment", "loss-history", "loss-ema", "gradient-variance", "variance-optimal", "lookahead"}
-FIXED = [nc.sampler(name, **({"sampler": nc.LogitNormal()} if name in INNER else {})) for name in SAMPLERS if name not in LEARNED]
 every_sampler = pytest.mark.parametrize("sampler", FIXED, ids=repr)
 
 
