@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 
+import noiseclock.lab.compare as lab_compare
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
 from noiseclock.lab.compare import Cell, Plan, by_workers, compare, merge
@@ -187,6 +190,28 @@ def test_workers_share_the_cells(tmp_path):
     assert set(events) == set(small.cells())
     assert all(cell.finished for cell in read(tmp_path).cells)
     assert json.loads((tmp_path / "compare.json").read_text())["seeds"] == [0, 1]
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize("until", [2, None])
+def test_a_signal_in_the_last_evaluation_of_a_training_ends_the_comparison(tmp_path, monkeypatch, number, error, until):
+    """Its training is over, and has no update left after which to stop."""
+    small = plan(samples=0, vlb_images=0)
+    last, evaluate = until or 4, lab_compare.evaluate
+
+    def interrupted(plan, folder, step, *rest):
+        if step == last:
+            os.kill(os.getpid(), number)
+        return evaluate(plan, folder, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab_compare, "evaluate", interrupted)
+        with pytest.raises(error):
+            list(compare(small, tmp_path, device="cpu", until=until))
+    (only,) = read(tmp_path, at=last).cells
+    assert only.finished
+    list(compare(small, tmp_path, device="cpu"))
+    assert [cell.finished for cell in read(tmp_path).cells] == [True] * 4
 
 
 def test_a_method_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):

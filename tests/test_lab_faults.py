@@ -217,6 +217,25 @@ def test_a_signal_is_granted_between_two_updates_and_the_handlers_come_back(monk
         signal.signal(signal.SIGINT, before[0])
 
 
+def test_who_listens_around_a_listener_hears_of_a_signal_too(monkeypatch):
+    with interrupt.listening() as outer:
+        with interrupt.listening() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inner.signal == outer.signal == signal.SIGTERM
+        with pytest.raises(SystemExit, match="143"):
+            outer.grant()
+    # and a second one waits for neither
+    monkeypatch.setattr(interrupt, "ECHO", -1.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interrupt.listening(), interrupt.listening():
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, number, error):
     steps = []

@@ -138,14 +138,16 @@ def compare(
     """
     folder, until = Path(folder), _until(plan, until)
     begin(plan, folder, device)
-    for cell in plan.cells()[shard[0] :: shard[1]]:
-        try:
-            with lock(folder / "locks" / cell.slug):
-                yield from run(plan, cell, folder / "cells" / cell.slug, device, until)
-        except Busy:
-            continue
-        except Failure as error:  # a method that diverges is a result: the others go on, and it counts as not finished
-            yield Event(cell, failure=str(error))
+    with listening() as wish:  # a training that is done does not grant it any more
+        for cell in plan.cells()[shard[0] :: shard[1]]:
+            try:
+                with lock(folder / "locks" / cell.slug):
+                    yield from run(plan, cell, folder / "cells" / cell.slug, device, until)
+            except Busy:
+                continue
+            except Failure as error:  # a method that diverges is a result: the others go on, and it counts as not finished
+                yield Event(cell, failure=str(error))
+            wish.grant()
 
 
 def _until(plan: Plan, until: int | None) -> int:
@@ -175,8 +177,7 @@ def by_workers(
         stack.callback(_end, workers)
         working = jobs
         while working:
-            if wish.signal:
-                raise KeyboardInterrupt if wish.signal == signal.SIGINT else SystemExit(128 + wish.signal)
+            wish.grant()
             if lost := [worker.exitcode for worker in workers if worker.exitcode]:
                 reason = ", perhaps for want of memory" if lost[0] == -signal.SIGKILL else ""
                 raise Failure(f"a worker ended with status {lost[0]}{reason}; run the same command again to go on")

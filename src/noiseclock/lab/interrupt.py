@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ECHO = 3.0  # seconds
@@ -20,14 +21,22 @@ class Wish:
     def __init__(self) -> None:
         self.signal: int | None = None
         self._at = 0.0
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._at = number, time.monotonic()
+            outer = getattr(self._before[number], "__self__", None)
+            if isinstance(outer, Wish):  # who may have more to do after this is done
+                outer._take(number, frame)
         elif time.monotonic() - self._at > ECHO:
             self._restore()
             signal.raise_signal(number)
+
+    def grant(self) -> None:
+        """End here, if that was asked for."""
+        if self.signal is not None:
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

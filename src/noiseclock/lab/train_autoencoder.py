@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -148,7 +147,7 @@ class _Run:
                         log.write({"step": self.step, "l1": l1, "kl": kl, "psnr": found})
                     yield Progress(self.step, l1, kl, self.seconds, found)
                     if wish.signal:
-                        raise KeyboardInterrupt if wish.signal == signal.SIGINT else SystemExit(128 + wish.signal)
+                        wish.grant()
         except GeneratorExit:
             if saved < self.step:
                 self.save()
