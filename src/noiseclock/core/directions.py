@@ -108,7 +108,7 @@ def scaled(parts: list[Tensor], power: Sequence[Tensor | float]) -> list[Tensor]
 def derivative(modules: list[nn.Module], parameters: Sequence[nn.Parameter], direction: Sequence[Tensor], losses: Callable[[], Tensor]) -> Tensor:
     """(N,) the derivative of `losses()` (N,) along a direction of the modules' trained parameters, which are afterwards the same, bit for bit."""
     spread = sharded(parameters)
-    for p in (*parameters, *(p for module in modules for p in module.parameters())):
+    for p in (p for module in modules for p in module.parameters()):
         if p.dtype in (torch.bfloat16, torch.float16):  # a frozen one too: what it computes is rounded to its three digits
             raise ValueError(f"a step of a thousandth is lost in parameters of {p.dtype}; keep them in float32 and use autocast")
     mine = [local(p) for p in parameters]

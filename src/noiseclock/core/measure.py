@@ -230,16 +230,9 @@ def utility_over_time(
         some, cond_of_some = x0[rows], take_rows(cond, rows, len(x0))
         noise = _noise(some, generator)
         probe = Probe(
-            predict,
-            clock.schedule,
-            clock.objective,
-            some,
-            cond_of_some,
-            noise=noise,
-            modules=modules,
-            rows=min(batch, len(x0) // 2 or 1),
+            predict, clock.schedule, clock.objective, some, cond_of_some, noise=noise, modules=modules, rows=min(batch, len(x0) // 2 or 1),
             optimizer=optimizer,
-        )
+        )  # fmt: skip
         time, price = (part.cpu().double().numpy() for part in utility(probe, clock.weighting, wanted, power, number=number))
         place = np.minimum((time * bins).astype(int), bins - 1)
         count, total = (np.bincount(place, weights, bins) for weights in (None, price))

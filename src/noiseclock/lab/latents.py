@@ -125,7 +125,8 @@ class Latents:
             z = found["mean"]
             if self.draws:
                 z = z + found["std"] * normals(seed, "posterior", first, batch, self.shape, device)
-            yield (z - mean) / std, self._told(index, uniforms(seed, "captions", first, batch), device)
+            chance = None if self.texts is None else uniforms(seed, "captions", first, batch)
+            yield (z - mean) / std, self._told(index, device, chance)
 
     def check_flips(self) -> None:
         """A Mistake where there is nothing to be flipped to."""
@@ -155,14 +156,14 @@ class Latents:
         """The first n as a network sees them, at the mean of their posteriors, and their labels or first captions."""
         n = min(n, len(self))
         z = torch.stack([self._row("mean", row) for row in range(n)])
-        return ((z - self.mean) / self.std).to(device), self._told(torch.arange(n), torch.zeros(n), device)
+        return ((z - self.mean) / self.std).to(device), self._told(torch.arange(n), device, None if self.texts is None else torch.zeros(n))
 
-    def _told(self, index: Tensor, chance: Tensor, device: torch.device | str) -> Tensor | None:
-        """The labels (n,) of these rows, or one of the captions of each (n, L, D), chosen by `chance` (n,)."""
+    def _told(self, index: Tensor, device: torch.device | str, chance: Tensor | None) -> Tensor | None:
+        """The labels (n,) of these rows, or where there are captions one of each (n, L, D), by `chance` (n,) in [0, 1)."""
         if self.labels is None:
             return None
         labels = self.labels[index]
-        told = labels if self.texts is None else self.texts.drawn(labels, chance)
+        told = labels if self.texts is None or chance is None else self.texts.drawn(labels, chance)
         return told.to(device, non_blocking=True)
 
     def decoded(self, x: Tensor) -> Tensor:
