@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import noiseclock as nc
-from small_loops import FIXED, Denoiser, data
+from small_loops import FIXED, LEARNED, Denoiser, data, train
 
 
 @pytest.mark.parametrize("sampler", FIXED, ids=repr)
@@ -112,6 +112,49 @@ def test_loading_into_a_used_clock_goes_on_from_the_state():
     assert torch.equal(again.noise, expected.noise)
     assert torch.equal(again.time, expected.time)
     assert clock.generator(torch.device("cpu")) is generator  # a captured graph may hold it
+
+
+OFTEN = {  # options with which each learns within a dozen updates of 16 samples
+    "adaptive": {"every": 2, "stride": 100, "queue": 3},
+    "gradient-variance": {"every": 2, "pairs": 1, "bins": 4},
+    "loss-ema": {},
+    "loss-history": {"length": 1},
+    "loss-second-moment": {"bins": 4, "warmup": 1},
+    "lookahead": {"every": 2, "bins": 4, "warmup": 1},
+    "variance-optimal": {"every": 2, "bins": 4, "warmup": 1},
+}
+
+
+def plain(state):
+    """What a state holds, of tensors their values."""
+    if isinstance(state, dict):
+        return {name: plain(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [plain(value) for value in state]
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+@pytest.mark.parametrize("name", sorted(LEARNED))
+def test_a_state_stays_what_it_was_while_its_clocks_go_on(name):
+    """Neither the clock that gave it nor one that took it writes into it: torch's own optimisers do, which take tensors as they are."""
+    assert set(OFTEN) == LEARNED
+    clocks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Denoiser()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        clocks.append((nc.Clock("linear", nc.sampler(name, **OFTEN[name]), seed=1).attach(optimizer, model=model), model, optimizer))
+    giver, taker = clocks
+    train(*giver, 12)
+    train(*taker, 3)  # so that it has tensors of its own to be loaded into
+    state = giver[0].state_dict()
+    before = plain(state)
+    assert before["sampler"] != plain(nc.Clock("linear", nc.sampler(name, **OFTEN[name]), seed=1).state_dict())["sampler"]
+    taker[0].load_state_dict(state)
+    train(*giver, 12)
+    train(*taker, 12)
+    assert plain(taker[0].state_dict()) != before
+    assert plain(state) == before
 
 
 def test_inference_mode_leaves_the_clock_usable():

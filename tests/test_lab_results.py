@@ -14,6 +14,7 @@ from PIL import Image
 import made_up_results
 from noiseclock.lab import results
 from noiseclock.lab.folder import write_json
+from noiseclock.lab.report_markdown import facts
 from noiseclock.lab.results import CURVES, METRICS, NUMBERS, WORDS, Results, read
 
 
@@ -378,6 +379,43 @@ def test_settings_can_always_be_written_down(folder):
     about = json.loads(path.read_text())
     path.write_text(json.dumps({**about, "settings": {"\udc80": "\ud800", "é": ["\udfff"]}}))
     assert read(folder).of("uniform")[0].settings == {"?": "?", "é": ["?"]}
+
+
+def test_times_come_from_the_costs_of_updates_where_those_are_there(folder):
+    (folder / "costs.json").write_text('{"milliseconds": {"uniform": 10, "speed:k=5": 12.5}}')
+    results = read(folder)
+    assert results.problems == []
+    assert [point["seconds"] for point in results.of("uniform")[0].points] == [2.5, 5.0]
+    assert [point["seconds"] for point in results.of("speed:k=5")[1].points] == [3.125, 6.25]
+    for cell in results.cells:
+        assert all(record["seconds"] == record["step"] * (0.01 if cell.method == "uniform" else 0.0125) for record in (*cell.train, *cell.validations))
+    assert "times of an update of each method by itself" in facts(results)
+    assert "times of an update of each method by itself" not in facts(read(folder.parent / "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        '{"milliseconds": {"uniform": 10}}': ["costs.json has no milliseconds for speed:k=5; their times are left out"],
+        '{"milliseconds": {"uniform": 10, "speed:k=5": -1}}': [
+            "costs.json: malformed speed:k=5; left out", "costs.json has no milliseconds for speed:k=5; their times are left out",
+        ],
+    }.items(),
+)  # fmt: skip
+def test_a_method_without_a_cost_has_no_times(folder, text, said):
+    (folder / "costs.json").write_text(text)
+    results = read(folder)
+    assert results.problems == said
+    assert all("seconds" in point for point in results.of("uniform")[0].points)
+    assert not any("seconds" in record for cell in results.of("speed:k=5") for record in (*cell.points, *cell.train, *cell.validations))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"milliseconds": 3}'])
+def test_damaged_costs_are_named_and_leave_no_time_standing(folder, text):
+    (folder / "costs.json").write_text(text)
+    results = read(folder)
+    assert any("costs.json" in problem for problem in results.problems)
+    assert not any("seconds" in point for cell in results.cells for point in cell.points)
 
 
 def test_pictures_are_files_of_the_folder_with_a_step_in_their_name(folder, tmp_path):

@@ -303,7 +303,7 @@ def test_a_metric_that_was_not_taken():
 def test_without_the_baseline_there_is_nothing_to_hold_against():
     results = finals({"m": [1.0, 2.0], "o": [3.0, 4.0]})
     assert verdicts(results) == {"m": "cannot tell (no seed in common with uniform)", "o": "cannot tell (no seed in common with uniform)"}
-    assert "nothing can be told: m (no seed in common with uniform)" in answer(results)
+    assert "nothing can be told: m, o (no seed in common with uniform)." in answer(results)
 
 
 def test_seeds_that_make_no_difference_are_one():

@@ -1,6 +1,7 @@
 """A comparison's folder, read as it is: whole, half-written, damaged or from another version.
 
     compare.json                 what was compared
+    costs.json                   milliseconds an update of each method by itself, where trainings shared a machine; may be missing
     cells/NAME/                  one training: a method, a learning rate, a seed
       cell.json                  which
       points.jsonl               one line an evaluation
@@ -110,6 +111,10 @@ def read(folder: str | Path, *, at: int | None = None) -> Results:
     config = _config(folder / "compare.json", problems)
     cells = [cell for path in _inside(folder / "cells") if (cell := _cell(path, problems))]
     cells = _once_each(cells, problems)
+    if (folder / "costs.json").exists():
+        costs = _costs(folder / "costs.json", cells, problems)
+        cells = [_timed(cell, costs.get(cell.method)) for cell in cells]
+        config = {**config, "timed": "apart"}
     if at is not None:
         cells = [_up_to(cell, at) for cell in cells]
         config = {**config, "until": at}
@@ -133,6 +138,26 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
         "methods": _list_of(_is_text), "changed": _list_of(_is_text), "seeds": _list_of(_is_count), "lrs": _list_of(_is_rate),
     }  # fmt: skip
     return _fitting(config, kinds, path, problems)
+
+
+def _costs(path: Path, cells: Sequence[Cell], problems: list[str]) -> dict[str, float]:
+    """Milliseconds an update by method."""
+    costs = _fitting(_object(path, problems) or {}, {"milliseconds": _is_object}, path, problems).get("milliseconds", {})
+    known = _fitting(costs, dict.fromkeys(costs, _is_rate), path, problems)
+    if unknown := sorted({cell.method for cell in cells} - known.keys()):
+        problems.append(f"{path.name} has no milliseconds for {_some(unknown)}; their times are left out")
+    return known
+
+
+def _timed(cell: Cell, milliseconds: float | None) -> Cell:
+    """A training whose every update took so long, or nobody knows how long."""
+
+    def timed(record: dict[str, Any]) -> dict[str, Any]:
+        time = {} if milliseconds is None else {"seconds": int(record["step"]) * milliseconds / 1000}
+        return {name: value for name, value in record.items() if name != "seconds"} | time
+
+    points, train, validations = ([timed(record) for record in records] for records in (cell.points, cell.train, cell.validations))
+    return replace(cell, points=points, train=train, validations=validations)
 
 
 def _cell(folder: Path, problems: list[str]) -> Cell | None:
@@ -238,7 +263,7 @@ def _shown(value: Any) -> str:
 
 def _place(path: Path) -> str:
     """A path as it is told: without the folder that was asked for, and without control characters."""
-    name = path.name if path.name == "compare.json" else "/".join(path.parts[-2:])
+    name = path.name if path.name in ("compare.json", "costs.json") else "/".join(path.parts[-2:])
     return name if name.isprintable() else ascii(name)
 
 

@@ -373,7 +373,8 @@ def _said(t: Table) -> str:
     better, worse, same, one = (t.of(verdict) for verdict in (BETTER, WORSE, SAME, ONE_SEED))
     tested = better + worse + same
     seeds = max((len(row.difference.seeds) for row in tested if row.difference), default=1)
-    unknown = [f"{row.method}{row.verdict.removeprefix(UNKNOWN)}" for row in t.rows if row.verdict.startswith(UNKNOWN)]
+    reasons = dict.fromkeys(row.verdict for row in t.rows if row.verdict.startswith(UNKNOWN))
+    unknown = [f"{', '.join(row.method for row in t.rows if row.verdict == reason)}{reason.removeprefix(UNKNOWN)}" for reason in reasons]
     yardstick = f"{t.baseline}, at {base} in {t.title}, over {seeds} seeds"
     if better:
         text = f"{better[0].method} reached {better[0].final} in {t.title}, {t.baseline} {base}, over {seeds} seeds: better by {_by(better[0])}"
