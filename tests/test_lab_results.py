@@ -388,7 +388,9 @@ def test_times_come_from_the_costs_of_updates_where_those_are_there(folder):
     assert [point["seconds"] for point in results.of("uniform")[0].points] == [2.5, 5.0]
     assert [point["seconds"] for point in results.of("speed:k=5")[1].points] == [3.125, 6.25]
     for cell in results.cells:
-        assert all(record["seconds"] == record["step"] * (0.01 if cell.method == "uniform" else 0.0125) for record in (*cell.train, *cell.validations))
+        assert all(
+            record["seconds"] == record["step"] * (0.01 if cell.method == "uniform" else 0.0125) for record in (*cell.train, *cell.validations)
+        )
     assert "times of an update of each method by itself" in facts(results)
     assert "times of an update of each method by itself" not in facts(read(folder.parent / "elsewhere"))
 
