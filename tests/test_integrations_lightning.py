@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -398,77 +397,3 @@ print(model.clock.updates, "lightning.pytorch" in sys.modules and sys.modules["l
 def test_pytorch_lightning_does_as_well(installed):
     pytest.importorskip("pytorch_lightning")
     assert alone(PYTORCH_LIGHTNING, installed).splitlines()[-1] == f"5 {installed == 'with both imported'}"
-
-
-# --- two processes --------------------------------------------------------------------------------------------------------------------------
-
-TWO = """
-import sys
-from pathlib import Path
-import torch
-import lightning as L
-import noiseclock as nc
-from test_integrations_lightning import ClockCallback, Model, SAMPLERS, Loader, DATA
-
-folder, times = Path(sys.argv[1]), []
-
-class Shared(Loader):  # each rank has its own half of every batch
-    def __iter__(self):
-        rank = torch.distributed.get_rank()
-        for x0 in super().__iter__():
-            yield x0[2 * rank : 2 * rank + 2]
-
-def fit(name, epochs, ckpt=None):
-    model = Model(SAMPLERS[name]())
-    draw = model.clock.draw
-    def drawn(x0, **options):
-        b = draw(x0, **options)
-        times.append(b.time)
-        return b
-    model.clock.draw = drawn
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, accumulate_grad_batches=5, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=ClockCallback(), default_root_dir=folder, use_distributed_sampler=False,
-    )
-    trainer.fit(model, Shared(), ckpt_path=ckpt, weights_only=False if ckpt else None)
-    trainer.save_checkpoint(folder / f"{name}-{epochs}-{'resumed' if ckpt else 'through'}.ckpt")
-    return {"weights": model.net.weight.detach(), "clock": model.clock.state_dict(), "updates": model.clock.updates}
-
-found = {}
-for name in ("uniform", "loss-second-moment", "variance-optimal"):
-    found[name] = fit(name, 4)
-    fit(name, 2)
-    found[name + " resumed"] = fit(name, 4, folder / f"{name}-2-through.ckpt")
-found["times"] = times[:10]  # of the uniform sampler's first two updates
-torch.save(found, folder / f"rank-{torch.distributed.get_rank()}.pt")
-"""
-
-
-def test_two_processes_share_the_strata_and_resume_each_as_itself(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO)
-    here = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(tmp_path)], env=here, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
-    for name in ("uniform", "loss-second-moment", "variance-optimal"):
-        for rank in ranks:
-            assert rank[name]["updates"] == 8  # five micro-batches each, of ten an epoch
-            assert differing(rank[name], rank[name + " resumed"]) == []
-        assert torch.equal(ranks[0][name]["weights"], ranks[1][name]["weights"])
-        # noise is each rank's own, the density that was learned is the same
-        states = [rank[name]["clock"] for rank in ranks]
-        assert not torch.equal(states[0]["noise"]["state"], states[1]["noise"]["state"])
-        if name != "uniform":
-            assert torch.equal(*(state["sampler"]["pmf"] for state in states))
-            assert (states[0]["sampler"]["pmf"] - 1 / 4).abs().max() > 0.01  # and no longer uniform on its four bins
-    # an update's times are one from each of 2 ranks · 5 micro-batches · 2 samples intervals
-    for update in range(2):
-        assert strata([time for rank in ranks for time in rank["times"][5 * update : 5 * update + 5]])
-    # one process goes on from what two have saved
-    model = Model(nc.LossSecondMoment(bins=4, refresh=3, warmup=4))
-    run = trainer(tmp_path, max_epochs=5, accumulate_grad_batches=5)
-    run.fit(model, Loader(), ckpt_path=tmp_path / "loss-second-moment-4-through.ckpt", weights_only=False)
-    assert model.clock.updates == 10

@@ -109,7 +109,7 @@ class X0(Objective):
 
 @dataclass(frozen=True)
 class V(Objective):
-    """v = a·eps - s·x0 (Salimans & Ho), recovered for any a and s, variance preserving or not."""
+    """v = a·eps - s·x0 (Salimans & Ho, 2202.00512), recovered for any a and s, variance preserving or not."""
 
     name = "v"
 

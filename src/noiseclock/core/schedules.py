@@ -339,7 +339,7 @@ class ScaledLinear(Quadratic):
 
 @dataclass(frozen=True)
 class Cosine(Discrete):
-    """ᾱ(u) = cos²((u+0.008)/1.008·π/2), β capped at 0.999 (Nichol & Dhariwal)."""
+    """ᾱ(u) = cos²((u+0.008)/1.008·π/2), β capped at 0.999 (Nichol & Dhariwal, 2102.09672)."""
 
     steps: int = 1000
     zero_terminal_snr: bool = False

@@ -1,4 +1,4 @@
-"""EDM2's learned weighting: the loss of each noise level, divided by what the model is expected to lose there (2312.02696).
+"""EDM2's learned weighting: the loss of each noise level, divided by what the model is expected to lose there (Karras et al., 2312.02696).
 
     loss = w·err/e^u + u,   u = linear(Fourier(ln σ/4)),   ln σ = -½·ln SNR
 

@@ -162,7 +162,7 @@ class P2(Weighting):
 
 @dataclass(frozen=True)
 class Debiased(Weighting):
-    """1/√min(SNR, 1000) on eps (2310.08442)."""
+    """1/√min(SNR, 1000) on eps (Yu et al., 2310.08442)."""
 
     limit: float = 1000.0
 
@@ -181,7 +181,7 @@ class Debiased(Weighting):
 
 @dataclass(frozen=True)
 class TruncatedSNR(Weighting):
-    """max(SNR, 1) on x0 (Salimans & Ho)."""
+    """max(SNR, 1) on x0 (Salimans & Ho, 2202.00512)."""
 
     def x0(self, z: Level) -> Tensor:
         return z.snr.clamp(min=1)
@@ -195,7 +195,7 @@ class TruncatedSNR(Weighting):
 
 @dataclass(frozen=True)
 class Sigmoid(Weighting):
-    """sigmoid(bias-λ) on eps (Kingma & Gao; simple diffusion).
+    """sigmoid(bias-λ) on eps (Kingma & Gao, 2303.00848; Simpler Diffusion, 2410.19324).
 
     Its authors state it per unit of λ, so under a time that runs unevenly through λ it carries |dλ/du|; `per="time"` leaves that out, as
     many trainers do.

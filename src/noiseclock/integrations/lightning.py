@@ -14,7 +14,8 @@
     Trainer(callbacks=ClockCallback()).fit(Model(), loader)
 
 The mixin's training step asks for `clock` and `predict` and nothing else. The callback lets the clock count the optimiser's updates, keeps its state
-in Lightning's checkpoints, one for each process, and logs what the sampler learns. Either can be used without the other.
+in Lightning's checkpoints, one for each process, and logs what the sampler learns. An `Uncertainty` weighting it moves to the module's device, and
+averages its gradients over the processes. Either can be used without the other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from noiseclock.core.batch import call
 from noiseclock.core.checks import take_whole
 from noiseclock.core.clock import Clock
 from noiseclock.core.probes import map_tensors
+from noiseclock.core.ranks import average_
+from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.integrations.trackers import numbers, track
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -103,16 +106,26 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightni
         self._restored = self._stepped = False
         self._logged, self._tracked = 0, 0  # the last update that was looked at, and the last whose curves were shown
         self._hook: Any = None
+        self._learned: list[Tensor] = []  # by the weighting, where the module does not own it
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         clock = getattr(pl_module, "clock", None)
         if not isinstance(clock, Clock):
             raise TypeError(f"ClockCallback looks for a Clock in the module's `clock`: set self.clock = nc.Clock(...) in {type(pl_module).__name__}")
-        self._clock, self._restored = clock, False
+        self._clock, self._restored, self._learned = clock, False, []
+        # what the module owns Lightning moves and averages itself
+        if isinstance(clock.weighting, Uncertainty) and clock.weighting.net not in set(pl_module.modules()):
+            self._learned = list(clock.weighting.to(trainer.strategy.root_device).parameters())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.ckpt_path and not self._restored:
             warnings.warn(f"{trainer.ckpt_path} was made without ClockCallback, so the clock starts anew", stacklevel=2)
+        trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+        if not trained.issuperset(self._learned):
+            raise ValueError(
+                "no optimiser trains the Uncertainty weighting, which is no part of self.parameters(): in configure_optimizers give it "
+                "[*self.parameters(), *self.clock.weighting.parameters()]"
+            )
         self._logged = self._tracked = trainer.global_step
         optimizer = self._chosen(trainer.optimizers)
         pl_module.clock.attach(optimizer)
@@ -129,6 +142,11 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightni
 
     def _after_step(self, *_: Any) -> None:
         self._stepped = True
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        # DDP knows the module alone. Here, before a GradScaler looks for what is infinite, so that all processes skip the same steps; after each
+        # micro-batch is as good as after the last, because what was averaged before stays as it is.
+        average_([p.grad for p in self._learned if p.grad is not None])
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if micro_batch(trainer, batch_idx)[0] == 0:
