@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 import noiseclock.lab.compare as lab_compare
+from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
+from noiseclock.lab import wording
 from noiseclock.lab.compare import Cell, Plan, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
@@ -40,11 +42,19 @@ def finished(events):
         ("adaptive+min-snr", "adaptive", "min-snr", "auto"),
         ("min-snr+adaptive", "adaptive", "min-snr", "auto"),
         ("lsm@none", "loss-second-moment", "constant", "none"),
+        ("lsm:bins=8", "loss-second-moment:bins=8", "constant", "auto"),
+        ("adaptive.paper:every=20+p2", "adaptive:variant=paper,floor=0.001,every=20", "p2", "auto"),
+        ("adaptive.released:floor=0.1", "adaptive:variant=released,floor=0.1", "constant", "auto"),
     ],
 )
 def test_a_method_is_a_sampler_a_weighting_or_both(text, sampler, weighting, correct):
     found = applied(text, Recipe(sampler="beta", weighting="p2"))
     assert (found.sampler, found.weighting, found.correct) == (sampler, weighting, correct)
+
+
+def test_variants_of_the_adaptive_sampler_are_those_of_python():
+    for name in ("paper", "released", "cheap"):
+        assert repr(wording.sampler(applied(f"adaptive.{name}", Recipe()).sampler)) == repr(getattr(Adaptive, name)())
 
 
 def test_log_normal_is_what_the_papers_on_a_schedule_mean_by_it():
@@ -62,6 +72,8 @@ def test_log_normal_is_what_the_papers_on_a_schedule_mean_by_it():
     ("text", "message"),
     [
         ("unifrom", "did you mean uniform"),
+        ("adaptive.papr", "did you mean adaptive.paper"),
+        ("adaptive.paper:", "is not option=value"),
         ("adaptive+speed", "names two samplers"),
         ("min-snr+p2", "names two weightings"),
         ("lsm@maybe", "unknown correction 'maybe'"),

@@ -3,7 +3,7 @@
     uniform                  min-snr                  speed:k=5,tau=641
     adaptive+min-snr         speed+change-aware       lsm@importance
 
-Shorthands: lsm for loss-second-moment. log-normal is what the papers of the field mean by it: EDM's on the edm schedule, and elsewhere the adaptive
+Shorthands: lsm for loss-second-moment; adaptive.paper, adaptive.released and adaptive.cheap as in Python. log-normal is what the papers of the field mean by it: EDM's on the edm schedule, and elsewhere the adaptive
 paper's, which is `logit-normal`. (EDM's density is there on every schedule under `noiseclock train --sampler log-normal`.)
 """
 
@@ -17,7 +17,12 @@ from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
 from noiseclock.lab.recipes import Recipe
 
-SHORT = {"lsm": "loss-second-moment"}
+SHORT = {
+    "lsm": "loss-second-moment",
+    "adaptive.paper": "adaptive:variant=paper,floor=0.001",
+    "adaptive.released": "adaptive:variant=released,floor=0.001",
+    "adaptive.cheap": "adaptive:every=160,stride=10",
+}
 CORRECTIONS = ("auto", "none", "importance")
 
 
@@ -33,14 +38,16 @@ def applied(text: str, recipe: Recipe) -> Recipe:
     named: set[str] = set()
     short = SHORT if recipe.schedule.partition(":")[0] == "edm" else SHORT | {"log-normal": "logit-normal"}
     for part in body.split("+"):
-        name, colon, options = part.partition(":")
-        name = choose("method", short.get(name, name), [*SAMPLERS, *WEIGHTINGS])
+        name, colon, given = part.partition(":")
+        name, _, usual = short.get(name, name).partition(":")
+        choose("method", name, [*SAMPLERS, *WEIGHTINGS, *SHORT])
         kind = "sampler" if name in SAMPLERS else "weighting"
         if kind in named:
             raise Mistake(f"the method {text!r} names two {kind}s; one of each at most")
         named.add(kind)
-        chosen[kind] = name + colon + options
-        wording.split(chosen[kind])
+        asked = wording.split(name + colon + given)[1]
+        options = [option for option in usual.split(",") if option and option.partition("=")[0] not in asked] + [given] * bool(colon)
+        chosen[kind] = name + ":" * bool(options) + ",".join(options)
     if at:
         choose("correction", correct, CORRECTIONS)
     return replace(recipe, sampler=chosen["sampler"], weighting=chosen["weighting"], correct=correct if at else "auto")
