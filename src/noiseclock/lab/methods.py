@@ -3,8 +3,9 @@
     uniform                  min-snr                  speed:k=5,tau=641
     adaptive+min-snr         speed+change-aware       lsm@importance
 
-Shorthands: lsm for loss-second-moment; adaptive.paper, adaptive.released and adaptive.cheap as in Python. log-normal is what the papers of the field mean by it: EDM's on the edm schedule, and elsewhere the adaptive
-paper's, which is `logit-normal`. (EDM's density is there on every schedule under `noiseclock train --sampler log-normal`.)
+Shorthands: lsm for loss-second-moment; adaptive.paper, adaptive.released and adaptive.cheap as in Python. log-normal is what the papers of the field
+mean by it: EDM's on the edm schedule, and elsewhere the adaptive paper's, which is `logit-normal`. (EDM's density is there on every
+schedule under `noiseclock train --sampler log-normal`.)
 """
 
 from __future__ import annotations
