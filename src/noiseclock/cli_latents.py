@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from noiseclock.cli import _bar as bar, _check_device as check_device, _parsed as parsed, console
+from noiseclock.lab.autoencoder_settings import Settings
 
 Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA", help="pictures: digits, mnist, cifar10, folder:PATH or hf:NAME_OR_PATH")]
 LINES = 20  # of progress, where there is no terminal
 
 
-@dataclass(frozen=True)
-class TrainAutoencoder:
+@dataclass(frozen=True, kw_only=True)
+class TrainAutoencoder(Settings):
     """Train a small AutoencoderKL by L1 and a little KL divergence; run it again to go on. The folder is one that diffusers loads."""
 
     data: Data
     out: str
     """folder of the autoencoder"""
-    size: int | None = None
-    """side to which folder and hf pictures are cropped and resized"""
-    flip: bool = False
-    """mirror half of the pictures"""
-    channels: int = 32
-    """width at the pictures' own size; up to four times that below"""
-    latent_channels: int = 4
-    """of the latents"""
-    factor: int = 8
-    """by which their side is smaller: 2, 4, 8 ..."""
-    updates: int = 20_000
-    """optimiser updates in all"""
-    batch: int = 32
-    """pictures of one update"""
-    lr: float = 3e-4
-    """Adam's learning rate"""
-    kl: float = 1e-6
-    """weight of the KL divergence"""
-    seed: int = 0
-    """of weights, order and noise"""
-    precision: str = "fp32"
-    """fp32 or bf16 (autocast)"""
-    save_every: int = 500
-    """updates between checkpoints, each with its PSNR on held-out pictures"""
     device: str | None = None
     """cpu or cuda; what there is unless given"""
+
+    def __post_init__(self) -> None:
+        """Settings of their own are checked, outside of the parser, which would put its own words around the sentence."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +54,9 @@ class Encode:
 def train_autoencoder(argv: list[str]) -> int:
     """`noiseclock train-autoencoder`."""
     options = parsed(TrainAutoencoder, argv, "noiseclock train-autoencoder")
-    from noiseclock.lab.train_autoencoder import Settings, train_autoencoder as train
+    from noiseclock.lab.train_autoencoder import train_autoencoder as train
 
-    settings = Settings(**{name: value for name, value in vars(options).items() if name not in ("out", "device")})
+    settings = Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
     folder, last, found = Path(options.out), None, math.nan
     lines = max(options.updates // LINES, 1)
     with bar("training", options.updates) as progress:

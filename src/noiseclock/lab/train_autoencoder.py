@@ -26,63 +26,18 @@ from torch import Tensor, nn
 
 from noiseclock.lab import checkpoint
 from noiseclock.lab.autoencoder import Autoencoder, psnr
+from noiseclock.lab.autoencoder_settings import Settings
 from noiseclock.lab.built import placed
 from noiseclock.lab.data import Files, Images, batches, head, load_images
-from noiseclock.lab.errors import Failure, Mistake, choose
+from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock
 from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.moments import load_moments, moments
 from noiseclock.lab.order import normals
-from noiseclock.lab.recipes import PRECISIONS
 
 HELD_OUT = 256  # pictures for the PSNR
 CLIP = 1.0  # greatest norm of the gradient
 FREE = ("updates", "save_every")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One autoencoder. data, size, flip: as of a recipe. kl: weight of the divergence. The others are told on the command line."""
-
-    data: str
-    size: int | None = None
-    flip: bool = False
-    channels: int = 32
-    latent_channels: int = 4
-    factor: int = 8
-    kl: float = 1e-6
-    lr: float = 3e-4
-    batch: int = 32
-    updates: int = 20_000
-    seed: int = 0
-    precision: str = "fp32"
-    save_every: int = 500
-
-    def __post_init__(self) -> None:
-        for name in ("latent_channels", "batch", "updates", "save_every"):
-            if getattr(self, name) < 1:
-                raise Mistake(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
-        if self.factor < 2 or self.factor & (self.factor - 1):
-            raise Mistake(f"factor must be 2, 4, 8 or another power of 2, got {self.factor}")
-        if self.channels < 4 or self.channels % 4:
-            raise Mistake(f"channels must be a multiple of 4, got {self.channels}")
-        if not self.lr > 0 or self.kl < 0 or self.seed < 0:
-            raise Mistake(f"lr must be positive, kl and seed not negative, got lr={self.lr:g}, kl={self.kl:g}, seed={self.seed}")
-        choose("precision", self.precision, PRECISIONS)
-
-    def network(self, shape: tuple[int, int, int]) -> Any:
-        """The autoencoder of pictures (C, H, W): each halving doubles the channels, up to four times the first."""
-        from diffusers import AutoencoderKL
-
-        halvings = self.factor.bit_length() - 1
-        if shape[1] % self.factor or shape[2] % self.factor:
-            raise Mistake(f"pictures of {shape[1]}x{shape[2]} cannot be halved {halvings} times; give a smaller factor, or a multiple of it as size")
-        widths = tuple(self.channels * min(2**level, 4) for level in range(halvings + 1))
-        return AutoencoderKL(
-            in_channels=shape[0], out_channels=shape[0], latent_channels=self.latent_channels, block_out_channels=widths, layers_per_block=1,
-            down_block_types=("DownEncoderBlock2D",) * len(widths), up_block_types=("UpDecoderBlock2D",) * len(widths),
-            norm_num_groups=self.channels // 4, sample_size=shape[1], scaling_factor=1.0,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

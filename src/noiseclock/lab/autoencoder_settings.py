@@ -1,0 +1,66 @@
+"""What `noiseclock train-autoencoder` is told; apart from the training itself, because help must not wait for diffusers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from noiseclock.lab.errors import Mistake, choose
+from noiseclock.lab.recipes import PRECISIONS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One autoencoder. data: as of a recipe."""
+
+    data: str
+    size: int | None = None
+    """side to which folder and hf pictures are cropped and resized"""
+    flip: bool = False
+    """mirror half of the pictures"""
+    channels: int = 32
+    """width at the pictures' own size; up to four times that below"""
+    latent_channels: int = 4
+    """of the latents"""
+    factor: int = 8
+    """by which their side is smaller: 2, 4, 8 ..."""
+    updates: int = 20_000
+    """optimiser updates in all"""
+    batch: int = 32
+    """pictures of one update"""
+    lr: float = 3e-4
+    """Adam's learning rate"""
+    kl: float = 1e-6
+    """weight of the KL divergence"""
+    seed: int = 0
+    """of weights, order and noise"""
+    precision: str = "fp32"
+    """fp32 or bf16 (autocast)"""
+    save_every: int = 500
+    """updates between checkpoints, each with its PSNR on held-out pictures"""
+
+    def __post_init__(self) -> None:
+        for name in ("latent_channels", "batch", "updates", "save_every"):
+            if getattr(self, name) < 1:
+                raise Mistake(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
+        if self.factor < 2 or self.factor & (self.factor - 1):
+            raise Mistake(f"factor must be 2, 4, 8 or another power of 2, got {self.factor}")
+        if self.channels < 4 or self.channels % 4:
+            raise Mistake(f"channels must be a multiple of 4, got {self.channels}")
+        if not self.lr > 0 or self.kl < 0 or self.seed < 0:
+            raise Mistake(f"lr must be positive, kl and seed not negative, got lr={self.lr:g}, kl={self.kl:g}, seed={self.seed}")
+        choose("precision", self.precision, PRECISIONS)
+
+    def network(self, shape: tuple[int, int, int]) -> Any:
+        """The autoencoder of pictures (C, H, W): each halving doubles the channels, up to four times the first."""
+        from diffusers import AutoencoderKL
+
+        halvings = self.factor.bit_length() - 1
+        if shape[1] % self.factor or shape[2] % self.factor:
+            raise Mistake(f"pictures of {shape[1]}x{shape[2]} cannot be halved {halvings} times; give a smaller factor, or a multiple of it as size")
+        widths = tuple(self.channels * min(2**level, 4) for level in range(halvings + 1))
+        return AutoencoderKL(
+            in_channels=shape[0], out_channels=shape[0], latent_channels=self.latent_channels, block_out_channels=widths, layers_per_block=1,
+            down_block_types=("DownEncoderBlock2D",) * len(widths), up_block_types=("UpDecoderBlock2D",) * len(widths),
+            norm_num_groups=self.channels // 4, sample_size=shape[1], scaling_factor=1.0,
+        )  # fmt: skip
