@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from forked import Forked
 from noiseclock.lab import autoencoder, latents as latents_module
 from noiseclock.lab.built import sampled
 from noiseclock.lab.compare import Plan, compare
@@ -24,7 +25,7 @@ from noiseclock.lab.latents import Latents
 from noiseclock.lab.order import Order, flips, normals
 from noiseclock.lab.trained import evaluated, opened
 from small_autoencoders import encoded, saved
-from small_runs import TINY, UNET, Forked, content, differing, state_of, trained, wait_until
+from small_runs import TINY, UNET, content, differing, state_of, trained, wait_until
 
 # Python 3.12 warns when a process with threads forks; torch's loader forks, and its workers only read files
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

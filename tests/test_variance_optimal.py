@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import noiseclock as nc
+from forked import on_two
 from gaussians import Denoiser, ring
 from known_densities import SCHEDULE, OwnParameters, SharedParameter, T, best_density, distance
 from noiseclock.core.batch import noised
@@ -377,7 +377,6 @@ def told(seed: int = 0) -> Denoiser:
 
 
 def _together(rank: int, port: int, results) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         results["shared", rank] = priced(nn.parallel.DistributedDataParallel(told()), rank)
@@ -399,10 +398,7 @@ def _together(rank: int, port: int, results) -> None:
 
 def test_two_processes(free_port):
     """With DDP the density is one, of all data; with FSDP2 each holds a part of the parameters, and the derivative is that of the whole."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_together, args=(free_port, results), nprocs=2)
-        found = dict(results)
+    found = on_two(_together, free_port)
     alone = []
     for rank in range(2):
         # each looks in a direction of its own, at its own half of the times
