@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["noiseclock.cli", "noiseclock.lab.trained", "sklearn.datasets", "rich.progress"])
+SERVER.set_forkserver_preload(["noiseclock.cli", "noiseclock.lab.trained", "noiseclock.lab.models.unet", "sklearn.datasets", "rich.progress"])
 
 
 def on_two(target: Callable[..., None], *args: Any) -> dict[Any, Any]:
