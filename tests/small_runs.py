@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -18,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked import Forked
 from noiseclock import cli
 from noiseclock.cli_results import REPLACED
 from noiseclock.lab import checkpoint
@@ -148,45 +145,3 @@ def wait_until(happened: Callable[[], object], process: Forked | subprocess.Pope
         assert process.poll() is None, f"the run ended before {what}, with {process.poll()}"
         assert time.monotonic() < deadline, f"waited two minutes for {what}"
         time.sleep(0.0005)
-
-
-class Forked:
-    """A process that starts at once, forked from a server that has imported everything; used like subprocess.Popen.
-
-    It runs target(*args) and exits with what that returns; what it prints goes to the file `output`.
-    """
-
-    def __init__(self, target: Callable[..., int], *args: Any, output: Path, **environment: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["noiseclock.cli", "noiseclock.lab.trained", "sklearn.datasets", "rich.progress"])
-        self._process = context.Process(target=_in_child, args=(target, args, output, environment))
-        self.output = output
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def send_signal(self, number: signal.Signals) -> None:
-        assert self.pid is not None
-        os.kill(self.pid, number)
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
-        return self._process.exitcode
-
-    def __enter__(self) -> Forked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
-
-
-def _in_child(target: Callable[..., int], args: tuple[Any, ...], output: Path, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    with output.open("ab") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    torch.set_num_threads(1)
-    sys.exit(target(*args))

@@ -185,14 +185,13 @@ def test_repr_rebuilds_and_clocks_do_not_share_what_they_learn(sampler):
 
 
 @every_variant
-@pytest.mark.parametrize("schedule", ["linear", "flow", "edm"])
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+# what an optimiser keeps is its own, whatever the schedule
+@pytest.mark.parametrize(("schedule", "make"), [("linear", torch.optim.Adam), ("flow", torch.optim.Adam), ("edm", torch.optim.SGD)])
 def test_resuming_is_bit_exact(sampler, schedule, make):
     objective = {"linear": "eps"}.get(schedule, schedule)
     whole = started(sampler, schedule, steps=6, make=make, objective=objective)
+    saved = copy.deepcopy(tuple(thing.state_dict() for thing in whole))
     rest = train(*whole, steps=6, seed=50)
-    first = started(sampler, schedule, steps=6, make=make, objective=objective)
-    saved = copy.deepcopy((first[0].state_dict(), first[1].state_dict(), first[2].state_dict()))
     second = started(sampler, schedule, steps=0, make=make, objective=objective)
     for thing, state in zip(second, saved, strict=True):
         thing.load_state_dict(state)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import noiseclock as nc
+from forked import on_two
 from gaussians import Denoiser, ring, started, train
 from known_densities import SCHEDULE
 from noiseclock.core.selection import r_squared
@@ -234,7 +234,6 @@ def test_bad_input_is_named(call, error, message):
 
 
 def _rank(rank: int, port: int, wrapped: str, results) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         torch.manual_seed(0)
@@ -268,10 +267,8 @@ def _rank(rank: int, port: int, wrapped: str, results) -> None:
 
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp"])
 def test_ranks_share_queue_selection_and_policy_and_draw_different_times(wrapped, free_port):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_rank, args=(free_port, wrapped, results), nprocs=2)
-        (queue, policy, mean, times, probes), (queue2, policy2, mean2, times2, probes2) = results[0], results[1]
+    results = on_two(_rank, free_port, wrapped)
+    (queue, policy, mean, times, probes), (queue2, policy2, mean2, times2, probes2) = results[0], results[1]
     assert probes == probes2 == 4
     assert torch.equal(queue["rows"], queue2["rows"])
     assert torch.equal(queue["selected"], queue2["selected"])
@@ -288,10 +285,7 @@ def test_ranks_share_queue_selection_and_policy_and_draw_different_times(wrapped
 
 def test_two_ranks_probe_what_one_would(free_port):
     """The row of differences of rank 0's x0 is the same whether its times are shared out or not."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_row, args=(free_port, results), nprocs=2)
-        rows = [results[0], results[1]]
+    rows = on_two(_row, free_port)
     assert torch.equal(rows[0], rows[1])
     clock, probe = _probe_of(0)
     alone = clock.sampler._whole_grid(probe)

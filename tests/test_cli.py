@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import noiseclock.lab.train as lab_train
+from forked import Forked
 from noiseclock import cli
 from noiseclock.lab.built import sampled
 from noiseclock.lab.data import load
@@ -23,7 +24,7 @@ from noiseclock.lab.errors import Failure
 from noiseclock.lab.recipes import RECIPES, Recipe
 from noiseclock.lab.train import Record
 from noiseclock.lab.trained import opened
-from small_runs import TINY, UNET, Forked, content, said, trained, unframed, words
+from small_runs import TINY, UNET, content, said, trained, unframed, words
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import noiseclock.lab.compare as lab_compare
+from forked import Forked
 from noiseclock import cli, cli_results
 from noiseclock.lab import analyze, analyze_figures, statistics, watch
 from noiseclock.lab.compare import Event, Plan, begin, compare
@@ -22,7 +23,7 @@ from noiseclock.lab.recipes import RECIPES, recipe
 from noiseclock.lab.report_markdown import command
 from noiseclock.lab.results import read
 from noiseclock.lab.train import train
-from small_runs import TINY, Forked, comparison, content, differing, lines, points, said, state_of, trained, unframed, wait_until
+from small_runs import TINY, comparison, content, differing, lines, points, said, state_of, trained, unframed, wait_until
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -8,10 +8,10 @@ import pytest
 import scipy.stats
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import noiseclock as nc
+from forked import on_two
 from noiseclock.core.gradient_variance import GradientVariance, gradient_moments
 from test_measure import FOUR_STEPS, STEPS, Disturbable, Separate, closed_form, data
 
@@ -199,7 +199,6 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted():
 
 
 def _learn(rank: int, port: int, results) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         results[rank] = _alone(rank, 2)
@@ -224,10 +223,8 @@ def _alone(rank: int, world_size: int):
 
 
 def test_two_processes_share_one_density(free_port):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_learn, args=(free_port, results), nprocs=2)
-        alone, together = [results[i] for i in range(2)], [results[i] for i in (2, 3)]
+    results = on_two(_learn, free_port)
+    alone, together = [results[i] for i in range(2)], [results[i] for i in (2, 3)]
     assert torch.equal(together[0][0], together[1][0])
     assert np.array_equal(together[0][1], together[1][1])
     assert not torch.equal(alone[0], alone[1])

@@ -19,36 +19,31 @@ pytestmark = pytest.mark.integrations
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-NEEDS = {"plain": "sklearn", "k_diffusion_style": "sklearn", "flow_matching_style": "torch", "lightning_loop": "lightning"}
 
 
-def run(name, folder, *options):
-    """What an example prints."""
-    for needed in (NEEDS[name], "sklearn"):
-        pytest.importorskip(needed)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", EXAMPLES / f"{name}.py", *options],
-        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs an example in a folder of its own; gives the lines that it prints and its names. Not as a process: imports take longer than the run."""
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
 
+    def main(name, *options):
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        capsys.readouterr()
+        scope = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+        return capsys.readouterr().out.splitlines(), scope
 
-def opened(name, monkeypatch, *options):
-    """The names of an example after it has run here."""
-    monkeypatch.setattr(sys, "argv", [name, *options])
-    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    return main
 
 
 # --- plain PyTorch ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_plain_loop_resumes_bit_for_bit(tmp_path):
-    whole = run("plain", tmp_path, "--updates", "60", "--checkpoint", "whole.pt")
-    run("plain", tmp_path, "--updates", "30", "--checkpoint", "parts.pt")
+def test_the_plain_loop_resumes_bit_for_bit(run, tmp_path):
+    whole, _ = run("plain", "--updates", "60", "--checkpoint", "whole.pt")
+    run("plain", "--updates", "30", "--checkpoint", "parts.pt")
     half = torch.load(tmp_path / "parts.pt")
-    assert run("plain", tmp_path, "--updates", "60", "--checkpoint", "parts.pt") == whole
+    assert run("plain", "--updates", "60", "--checkpoint", "parts.pt")[0] == whole
     states = [torch.load(tmp_path / name) for name in ("whole.pt", "parts.pt")]
     for name, value in states[0]["model"].items():
         assert torch.equal(value, states[1]["model"][name])
@@ -87,8 +82,8 @@ def k_diffusion(monkeypatch):
         sys.modules.pop(f"k_diffusion.{name}", None)
 
 
-def test_the_k_diffusion_loop_runs(tmp_path):
-    lines = run("k_diffusion_style", tmp_path, "--updates", "5")
+def test_the_k_diffusion_loop_runs(run):
+    lines, _ = run("k_diffusion_style", "--updates", "5")
     sigmas = [float(re.search(r"σ = (\S+)", line)[1]) for line in lines]
     # six times in the middle of equal parts of ln σ from ln 0.01 to ln 80
     assert sigmas == pytest.approx([0.01 * 8000 ** ((i + 0.5) / 6) for i in range(6)], rel=0.01)
@@ -123,9 +118,9 @@ WEIGHTS = {"karras": nc.Constant(), "soft-min-snr": nc.SoftMinSNR(4.0), "snr": n
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("sigma_data", [0.5, 1.0])
-def test_our_loss_is_the_denoisers(name, sigma_data, k_diffusion, monkeypatch):
+def test_our_loss_is_the_denoisers(name, sigma_data, k_diffusion, run):
     """The same data, noise, σ and inner model, the example's: the same (B,) losses, for each of k-diffusion's weightings."""
-    scope = opened("k_diffusion_style", monkeypatch, "--updates", "2")
+    _, scope = run("k_diffusion_style", "--updates", "2")
     inner, edm = scope["inner"].double(), scope["edm"]
     weighting = nc.SoftMinSNR(1 / sigma_data**2) if name == "soft-min-snr" else WEIGHTS[name]
     clock = nc.Clock(edm, scope["clock"].sampler, weighting, nc.objective("edm", sigma_data=sigma_data))
@@ -140,9 +135,8 @@ def test_our_loss_is_the_denoisers(name, sigma_data, k_diffusion, monkeypatch):
     assert ((4 * b.t).exp() / sigma - 1).abs().max() < 1e-6
 
 
-def test_the_example_trains_with_these(monkeypatch):
-    pytest.importorskip("sklearn")
-    clock = opened("k_diffusion_style", monkeypatch, "--updates", "2")["clock"]
+def test_the_example_trains_with_these(run):
+    clock = run("k_diffusion_style", "--updates", "2")[1]["clock"]
     assert clock.sampler == nc.LogNormal(-1.2, 1.2, schedule=clock.schedule)
     assert clock.weighting == WEIGHTS["soft-min-snr"]
     assert clock.objective.sigma_data == 0.5
@@ -153,17 +147,17 @@ def test_the_example_trains_with_these(monkeypatch):
 # --- flow matching ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_flow_matching_loop_learns(tmp_path):
-    (line,) = run("flow_matching_style", tmp_path, "--updates", "600")
+def test_the_flow_matching_loop_learns(run):
+    (line,), _ = run("flow_matching_style", "--updates", "600")
     share = int(re.search(r"(\d+)%", line)[1])
     assert share > 60  # a new network leaves the noise as it is, of which a fifth lies in a heap
 
 
 @pytest.mark.parametrize("kind", ["CondOTProbPath", "AffineProbPath"])
-def test_our_batch_is_the_sample_of_their_path(kind, monkeypatch):
+def test_our_batch_is_the_sample_of_their_path(kind, run):
     path = pytest.importorskip("flow_matching.path")
     made = path.CondOTProbPath() if kind == "CondOTProbPath" else path.AffineProbPath(path.scheduler.CondOTScheduler())
-    scope = opened("flow_matching_style", monkeypatch, "--updates", "1")
+    _, scope = run("flow_matching_style", "--updates", "1")
     clock, vf = scope["clock"], scope["vf"].double()
     b = clock.draw(scope["blobs"](64).double())
     theirs = made.sample(x_0=b.noise, x_1=b.x0, t=1 - b.time)  # their time 1 is data, ours is noise
@@ -179,10 +173,18 @@ def test_our_batch_is_the_sample_of_their_path(kind, monkeypatch):
 
 
 def test_the_lightning_loop_runs_and_goes_on(tmp_path):
+    pytest.importorskip("lightning")
+    pytest.importorskip("sklearn")
+
+    def said(epochs):
+        command = [sys.executable, "-W", "ignore", EXAMPLES / "lightning_loop.py", "--epochs", epochs]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
     # 1797 digits are 57 batches, two to an update, and one update for the last
-    (first,) = run("lightning_loop", tmp_path, "--epochs", "1")
-    assert first.startswith("29 updates; ")
-    (second,) = run("lightning_loop", tmp_path, "--epochs", "2")
+    assert said("1").startswith("29 updates; ")
+    second = said("2")
     assert second.startswith("58 updates; ")
     probes, rho = (float(re.search(rf"{name} (\S+?)(,|$)", second)[1]) for name in ("probes", "rho"))
     assert probes == 3  # at updates 0, 20 and 40

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+import forked
 import noiseclock.lab.compare as lab_compare
+import noiseclock.lab.train as lab_train
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
@@ -21,6 +23,15 @@ from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import read
 from noiseclock.lab.train import train
 from small_runs import TINY, differing, points, state_of
+
+
+@pytest.fixture(autouse=True)
+def small_evaluations(monkeypatch):
+    """Held-out losses and utilities of a few images: they are compared with each other, and with what the training has logged."""
+    for name, value in (("VALIDATION", 4), ("TIMES", 5)):
+        monkeypatch.setattr(lab_train, name, value)
+    for name, value in (("USEFUL_IMAGES", 8), ("USEFUL_BINS", 4), ("USEFUL_PROBES", 2)):
+        monkeypatch.setattr(lab_compare, name, value)
 
 
 def plan(**changes):
@@ -155,7 +166,7 @@ def test_cells_of_one_seed_start_alike_and_see_the_same_images(tmp_path):
 
 def test_killed_twice_and_resumed_gives_the_same_results(tmp_path):
     """Left between two updates, after a checkpoint and before its evaluation, and in between: all points are those of an undisturbed comparison."""
-    whole = plan(methods=("uniform", "adaptive:every=2,stride=5"))
+    whole = plan(methods=("uniform", "adaptive:every=2,stride=5"), seeds=(0,))
     finished(compare(whole, tmp_path / "whole", device="cpu"))
     for stops in ((3, 6), (2, 5)):
         torn = tmp_path / f"torn{stops[0]}"
@@ -196,7 +207,9 @@ def test_shards_run_every_cell_once_and_merge(tmp_path):
         merge(tmp_path / "all", [tmp_path / "nothing"])
 
 
-def test_workers_share_the_cells(tmp_path):
+def test_workers_share_the_cells(tmp_path, monkeypatch):
+    """Forked ones, which start at once; those that a command starts afresh are in test_cli_results.py."""
+    monkeypatch.setattr(lab_compare.multiprocessing, "get_context", lambda _: forked.SERVER)
     small = plan(samples=0, vlb_images=0)
     events = finished(by_workers(small, tmp_path, 2, device="cpu"))
     assert set(events) == set(small.cells())

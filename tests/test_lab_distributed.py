@@ -20,13 +20,14 @@ from safetensors.torch import load_file, save_file
 
 import noiseclock.lab.train as lab_train
 import shapes
+from forked import Forked
 from noiseclock import cli
 from noiseclock.core.clock import Clock
 from noiseclock.lab import checkpoint, processes
 from noiseclock.lab.captions import embed
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.shards import whole
-from small_runs import TINY, Forked, distance, lines, state_of, words
+from small_runs import TINY, distance, lines, state_of, words
 
 # two micro-batches, whose gradients must not be exchanged before the last; and parameters that DDP knows nothing of
 SETTINGS = replace(TINY, updates=8, accumulate=2, weighting="uncertainty", conditional=True, clip=0.5)

@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import Forked
 from noiseclock import cli
 from noiseclock.core.clock import Clock
 from noiseclock.lab import checkpoint, interrupt
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.models.dit import DiT
 from noiseclock.lab.train import train
-from small_runs import TINY, Forked, differing, lines, run_of, state_of, trained, wait_until, words
+from small_runs import TINY, differing, lines, run_of, state_of, trained, wait_until, words
 
 # --- losses that are not finite -----------------------------------------------------------------------------------------------------------
 

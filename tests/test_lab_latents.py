@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from forked import Forked
 from noiseclock.lab import autoencoder, latents as latents_module
 from noiseclock.lab.built import sampled
 from noiseclock.lab.compare import Plan, compare
@@ -24,7 +25,7 @@ from noiseclock.lab.latents import Latents
 from noiseclock.lab.order import Order, flips, normals
 from noiseclock.lab.trained import evaluated, opened
 from small_autoencoders import encoded, saved
-from small_runs import TINY, UNET, Forked, content, differing, state_of, trained, wait_until
+from small_runs import TINY, UNET, content, differing, state_of, trained, wait_until
 
 # Python 3.12 warns when a process with threads forks; torch's loader forks, and its workers only read files
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -345,13 +346,13 @@ def test_a_training_on_latents_is_sampled_and_evaluated_against_the_pictures(tmp
     run = opened(tmp_path)
     images = sampled(run.net, run.recipe, run.clock, run.data, 7, batch=3)
     assert (images.dtype, images.shape) == (torch.uint8, (7, 1, 8, 8))
-    found = evaluated(run, samples=20, vlb_images=5, batch=10)
+    found = evaluated(run, samples=20, vlb_images=5, batch=150)
     assert found.bits is None
     assert (found.scores.reference, found.scores.reference_count, found.scores.count) == ("digits train", 1497, 20)
     assert found.scores.network == network_for("digits").title
     assert "no bits per dimension: they are defined for pixels, and this is a model of latents" in found.text()
     assert found.held_out == 300
-    assert evaluated(run, samples=20, reference_split="test", batch=10).scores.reference == "digits test"
+    assert evaluated(run, samples=20, reference_split="test", batch=150).scores.reference == "digits test"
 
 
 def test_predictions_of_latents_are_not_clipped(cache):

@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import noiseclock.lab.train as lab_train
+from forked import Forked
 from noiseclock import cli
 from noiseclock.lab import checkpoint
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.stored import Files
 from noiseclock.lab.trained import evaluated, opened
-from small_runs import TINY, Forked, differing, lines, run_of, state_of, trained, words
+from small_runs import TINY, differing, lines, run_of, state_of, trained, words
 
 # eleven embeddings of classes, which two cannot share evenly, and parameters that are not spread
 SETTINGS = replace(TINY, updates=8, save_every=4, conditional=True, weighting="uncertainty", sampler="adaptive:every=2,queue=3")

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import noiseclock as nc
+from forked import on_two
 from gaussians import Denoiser, ring
 from noiseclock.core.batch import noised
 from noiseclock.core.directions import derivative
@@ -157,7 +157,6 @@ def asked(model, half: int):
 
 
 def _together(rank: int, port: int, results) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         torch.manual_seed(0)
@@ -178,10 +177,7 @@ def _together(rank: int, port: int, results) -> None:
 
 
 def test_two_processes_that_share_a_model_take_the_gradient_of_both_halves(free_port):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_together, args=(free_port, results), nprocs=2)
-        found = dict(results)
+    found = on_two(_together, free_port)
     halves = []
     for rank in range(2):
         torch.manual_seed(0)

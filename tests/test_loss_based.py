@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import noiseclock as nc
+from forked import on_two
 from noiseclock.core import loss_based
 from noiseclock.core.batch import Batch
 from noiseclock.core.learned import Buffers, running_sum
@@ -512,10 +512,8 @@ def _learn(rank, world_size, port, results):
 
 
 def test_two_processes_share_one_density_which_is_that_of_one_process(free_port):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_learn, args=(2, free_port, results), nprocs=2)
-        first, second = results[0], results[1]
+    results = on_two(_learn, 2, free_port)
+    first, second = results[0], results[1]
     alone = {}
     _learn(0, 1, 0, alone)
     for one, other in zip(first, second, strict=True):

@@ -6,10 +6,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import noiseclock as nc
+from forked import on_two
 from noiseclock.core.gradient_variance import gradient_moments
 from small_loops import Denoiser, Probing, data, train
 
@@ -252,7 +252,6 @@ def test_a_probe_that_runs_out_of_memory_halves_its_rows_warns_and_remembers():
 def _sharded(rank: int, port: int, results) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         probe, time = _moments_probe()
@@ -285,10 +284,8 @@ def _moments_probe() -> tuple[nc.Probe, torch.Tensor]:
 
 def test_gradient_variance_of_a_sharded_model(free_port):
     """Both ranks hold the same samples, so their mean gradients are those of one process; but they count as twice as many, and m·‖G-H‖² doubles."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_sharded, args=(free_port, results), nprocs=2)
-        (moments, variance), (moments2, variance2) = results[0], results[1]
+    results = on_two(_sharded, free_port)
+    (moments, variance), (moments2, variance2) = results[0], results[1]
     alone = gradient_moments(*_moments_probe(), 4)
     assert torch.equal(moments, moments2)
     assert torch.allclose(moments[0], 2 * alone[0], rtol=1e-5)  # float32 gradients

@@ -4,10 +4,10 @@ import pytest
 import scipy.stats
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings, strategies as st
 
 import noiseclock as nc
+from forked import on_two
 from noiseclock.core.streams import finalize, in_unit, places, stratified, uniform
 
 SEED = 1234567
@@ -87,10 +87,8 @@ def _times(rank: int, world_size: int, batch: int, micros: int, port: int, resul
 
 def test_two_processes_draw_disjoint_strata_of_the_single_process_draw(free_port):
     """Over gloo, with two micro-batches each: the union of 2 ranks × 2 micro-batches of 8 is what one process draws at once for 32."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_times, args=(2, 8, 2, free_port, results), nprocs=2)
-        times, noises = zip(*(results[rank] for rank in range(2)), strict=True)
+    results = on_two(_times, 2, 8, 2, free_port)
+    times, noises = zip(*(results[rank] for rank in range(2)), strict=True)
     alone = nc.Clock("linear", "speed", seed=5)
     for update in range(3):
         union = torch.cat([rank[2 * update : 2 * update + 2].flatten() for rank in times]).sort().values

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import noiseclock as nc
+from forked import on_two
 from noiseclock.core.loss_based import LossSecondMoment
 from noiseclock.core.uncertainty import Uncertainty
 
@@ -253,9 +253,7 @@ def _train(rank, world_size, port, results):
 
 
 def test_ranks_agree_when_the_model_owns_it(free_port):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_train, args=(2, free_port, results), nprocs=2)
-        first, second = results[0], results[1]
+    results = on_two(_train, 2, free_port)
+    first, second = results[0], results[1]
     assert first["bias"] != 0
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad, vmap
 
 import noiseclock as nc
+from forked import on_two
 from gaussians import Denoiser, ring
 from known_densities import SCHEDULE, OwnParameters, SharedParameter, T, best_density, distance
 from noiseclock.core.batch import noised
@@ -106,9 +107,14 @@ def partly_trained(sampler, weighting="constant", steps=200, lr=2e-3):
 
 
 def exact(model, data, optimizer, clock, bins, samples=400):
-    """(bins,) E‖w·∇ℓ‖²_P by a backward pass for each sample."""
-    parameters = list(model.parameters())
-    power, _ = metric(optimizer, parameters)
+    """(bins,) E‖w·∇ℓ‖²_P by the gradient of each sample."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    power, _ = metric(optimizer, list(model.parameters()))
+
+    def loss(weights, x_t, t, target, weight):
+        return squared_error(functional_call(model, weights, (x_t[None], t[None])), target[None])[0] * weight
+
+    gradients = vmap(grad(loss), (None, 0, 0, 0, 0))
     generator = torch.Generator().manual_seed(8)
     found = torch.zeros(bins)
     for b in range(bins):
@@ -116,10 +122,8 @@ def exact(model, data, optimizer, clock, bins, samples=400):
         x0 = data.sample(samples, generator)
         x_t, target = noised(clock.schedule, clock.objective, x0, torch.randn(x0.shape, generator=generator), time)
         weight = clock.weighting(clock.schedule, time, clock.objective)
-        losses = squared_error(model(x_t, clock.schedule.condition(time)), target) * weight
-        for loss in losses:
-            gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-            found[b] += sum(float((p * g.square()).sum()) for p, g in zip(power, gradient, strict=True)) / samples
+        each = gradients(parameters, x_t, clock.schedule.condition(time), target, weight)
+        found[b] = sum(float((p * g.square()).sum()) for p, g in zip(power, each.values(), strict=True)) / samples
     return found
 
 
@@ -377,7 +381,6 @@ def told(seed: int = 0) -> Denoiser:
 
 
 def _together(rank: int, port: int, results) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         results["shared", rank] = priced(nn.parallel.DistributedDataParallel(told()), rank)
@@ -399,10 +402,7 @@ def _together(rank: int, port: int, results) -> None:
 
 def test_two_processes(free_port):
     """With DDP the density is one, of all data; with FSDP2 each holds a part of the parameters, and the derivative is that of the whole."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_together, args=(free_port, results), nprocs=2)
-        found = dict(results)
+    found = on_two(_together, free_port)
     alone = []
     for rank in range(2):
         # each looks in a direction of its own, at its own half of the times

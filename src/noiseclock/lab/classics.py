@@ -6,6 +6,7 @@ Each gives pixels uint8 (N, C, H, W) and labels int64 (N,) of ten classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,18 @@ MNIST_MD5 = {
 
 def digits(split: str) -> Pictures:
     """1797 handwritten digits of 8 x 8: every sixth image, the first included, is test (300), the others are train (1497)."""
+    pixels, labels = _all_digits()
+    chosen = (np.arange(len(pixels)) % 6 == 0) == (split == "test")
+    return pixels[chosen], labels[chosen]
+
+
+@cache
+def _all_digits() -> Pictures:
+    """Read once: scikit-learn keeps them as text, and a comparison asks for them twice in every training and once in every evaluation."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    pixels = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
-    chosen = (np.arange(len(pixels)) % 6 == 0) == (split == "test")
-    return pixels[chosen], labels[chosen].astype(np.int64)
+    return np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8), labels.astype(np.int64)
 
 
 def mnist(split: str, *, url: str = MNIST_URL) -> Pictures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,23 @@ PACKAGES = ("noiseclock", "torch", "numpy", "diffusers", "accelerate", "safetens
 
 def surroundings(device: torch.device, world: int) -> dict[str, Any]:
     """What a run was made with: versions, machine, and the commit of the code, where there is one."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "absent"
     threads = torch.get_num_threads()
     return {
-        "versions": versions,
+        "versions": {package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
         "processes": world,
         "git": commit(),
     }
+
+
+@cache
+def _version(package: str) -> str:
+    """Looked up once: a comparison asks for all of them in every training, and each takes milliseconds to find."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def commit() -> str | None:

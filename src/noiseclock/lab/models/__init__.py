@@ -7,6 +7,7 @@ captions (B, L, D) in the place of labels; `model.null` is then the empty one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models.dit import DiT
-from noiseclock.lab.models.unet import UNet
 from noiseclock.lab.models.uvit import UViT
+
+if TYPE_CHECKING:
+    from noiseclock.lab.models.unet import UNet
 
 # The sizes of the DiT paper (2212.09748, Table 1); the name S/2 means size S with patches of 2×2.
 DIT: dict[str, dict[str, int]] = {
@@ -73,6 +76,8 @@ def build(
     if empty is not None and (kind != "uvit" or classes is not None):
         raise Mistake(f"captions are read by a U-ViT without classes alone, got {kind!r} and {classes=}; take model uvit")
     if kind in ("unet", "adm"):
+        from noiseclock.lab.models.unet import UNet  # not before it is asked for: diffusers' own take seconds to import
+
         levels = tuple(multipliers), blocks, tuple(attention)
         return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm", checkpointing=checkpointing)
     if kind == "dit":
