@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import noiseclock as nc
 from noiseclock.core.objectives import OBJECTIVES
@@ -399,6 +400,17 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_workers_of_a_loader_do_not_draw():
+    clock = nc.Clock("linear", "uniform")
+    for workers in (0, 2):
+        loader = DataLoader(data(), batch_size=4, num_workers=workers, collate_fn=lambda rows: clock.draw(torch.stack(rows)).noise)
+        if workers:
+            with pytest.raises(ValueError, match="would draw the same times and noise; draw in the training loop"):
+                list(loader)
+        else:
+            assert len(torch.cat(list(loader)).unique()) == 32
 
 
 def test_a_bad_call_draws_nothing():

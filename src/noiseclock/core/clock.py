@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from noiseclock.core import names
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
@@ -141,6 +142,8 @@ class Clock:
         check_batch(x0, noise)
         if not isinstance(micro, tuple) or len(micro) != 2 or not 0 <= micro[0] < micro[1]:
             raise ValueError(f"micro must be (i, n) with 0 <= i < n, got {micro}")
+        if get_worker_info() is not None:  # each worker has a copy of the clock, made anew for every epoch
+            raise ValueError("all workers of a DataLoader, in every epoch, would draw the same times and noise; draw in the training loop")
         if micro[0] == 0 and not _capturing(x0):
             self._before_update(x0, predict, cond)
         # first, because a new stream depends on how many draws there were, and a graph may ask for it before the first
