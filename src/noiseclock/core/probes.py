@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.schedules import Schedule
+from noiseclock.core.table import lasting
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
@@ -127,7 +128,9 @@ class Probe:
         # DDP's own forward would take part in its buffers' broadcasts; there is nothing to reduce in a probe
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
-        self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
+        with lasting():
+            self.x0 = x0.detach().clone()
+        self.noise, self.cond = noise, cond
         self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
         self.optimizer = optimizer
         self.lost: Tensor | None = None
