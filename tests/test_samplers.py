@@ -369,6 +369,8 @@ class NotADensity:
         (lambda: nc.LogNormal(mean=200.0, std=0.1, schedule=EDM).sample(3), ValueError, "leaves no probability on the schedule"),
         (lambda: nc.LogNormal(mean=200.0, std=0.1, schedule=LINEAR).sample(3), ValueError, "leaves no probability on the schedule"),
         (lambda: nc.Mixture(nc.Uniform(), floor=0.0), ValueError, "floor must lie between 0 and 1"),
+        (lambda: nc.Mixture("speed"), TypeError, r"Mixture blends samplers, got 'speed'; make one by its name with nc.sampler\(name\)"),
+        (lambda: nc.Annealed(nc.Uniform(), "speed"), TypeError, "Annealed blends samplers, got 'speed'"),
         (lambda: nc.Annealed(nc.Uniform(), start=5, stop=5), ValueError, "start = 5, stop = 5"),
         (lambda: nc.Uniform().log_prob(torch.tensor(1.5)), ValueError, r"must lie in \[0, 1\]"),
         (lambda: nc.Shifted(nc.Uniform()).log_prob(torch.tensor(-0.5)), ValueError, r"must lie in \[0, 1\]"),

@@ -78,10 +78,10 @@ class Clock:
         self.schedule = names.schedule(schedule)
         self.objective = _objective(objective, schedule)
         self.weighting = make_weighting(weighting)
-        self.seed = seed
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
-        self._chance = Chance(seed, _check_place(rank, world_size))
+        self.seed = int(seed)
+        self._chance = Chance(self.seed, _check_place(rank, world_size))
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
@@ -140,8 +140,8 @@ class Clock:
         drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so that the times are stratified over all of them.
         """
         check_batch(x0, noise)
-        if not isinstance(micro, tuple) or len(micro) != 2 or not 0 <= micro[0] < micro[1]:
-            raise ValueError(f"micro must be (i, n) with 0 <= i < n, got {micro}")
+        if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
+            raise ValueError(f"micro must be a tuple (i, n) of whole numbers with 0 <= i < n, got {micro}")
         if get_worker_info() is not None:  # each worker has a copy of the clock, made anew for every epoch
             raise ValueError("all workers of a DataLoader, in every epoch, would draw the same times and noise; draw in the training loop")
         if micro[0] == 0 and not _capturing(x0):
