@@ -196,6 +196,17 @@ def test_a_broken_promise_is_named(sampler, message):
         nc.check_sampler(sampler())
 
 
+def test_a_density_in_bins_is_checked_at_their_borders():
+    clock = nc.Clock("linear", nc.LossSecondMoment(refresh=1, warmup=1))
+    for _ in range(10):
+        b = clock.draw(torch.ones(64, 1))
+        clock.loss(b, b.target + b.time[:, None])
+        clock.updated()
+    nc.check_sampler(clock.sampler, steps=64)
+    with pytest.raises(ValueError, match=r"of 1000 differs from log_pmf by .*; if the density jumps within a step, as one in bins does, pass"):
+        nc.check_sampler(clock.sampler)
+
+
 # --- each density against its closed form ----------------------------------------------------------------------------------------------
 
 
