@@ -112,6 +112,16 @@ def test_a_compiled_model_compiles_no_more_after_the_first_probe():
     assert len(compiled) == first
 
 
+def test_a_default_dtype_of_the_users_changes_no_probe():
+    torch.set_default_dtype(torch.float64)
+    try:
+        clock, _, _ = started(nc.Adaptive(every=1, stride=10), steps=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert clock.sampler.probes == 2
+    assert {p.dtype for p in clock.sampler._policy.parameters()} == {torch.float32}
+
+
 # --- trouble -----------------------------------------------------------------------------------------------------------------------------
 
 
