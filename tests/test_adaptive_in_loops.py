@@ -112,6 +112,16 @@ def test_a_compiled_model_compiles_no_more_after_the_first_probe():
     assert len(compiled) == first
 
 
+def test_a_default_dtype_of_the_users_changes_no_probe():
+    torch.set_default_dtype(torch.float64)
+    try:
+        clock, _, _ = started(nc.Adaptive(every=1, stride=10), steps=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert clock.sampler.probes == 2
+    assert {p.dtype for p in clock.sampler._policy.parameters()} == {torch.float32}
+
+
 # --- trouble -----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +143,23 @@ def test_rewards_that_are_no_numbers_are_skipped_and_counted():
     assert clock.sampler.skipped == 6
     assert all(p.isfinite().all() for p in clock.sampler._policy.parameters())
     assert np.isfinite(clock.plot_data().p).all()
+
+
+def test_a_sample_that_is_no_number_is_drawn_for_and_breaks_nothing_else():
+    """With normalize=True a mean density that is no number would make that of every loss until the next probe."""
+    torch.manual_seed(0)
+    model = Denoiser(width=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.Adaptive(every=1, stride=100), nc.MinSNR(normalize=True)).attach(optimizer)
+    train(clock, model, optimizer, steps=2)
+    x0 = torch.randn(8, 2)
+    x0[0], x0[1, 0] = torch.nan, torch.inf
+    b = clock.draw(x0, predict=model)
+    losses = clock.loss(b, model(b.x_t, b.t))
+    assert losses.isfinite().tolist() == [False, False, *[True] * 6]
+    optimizer.step()  # without a gradient, as of a loop that leaves such a batch out
+    assert clock.sampler.skipped == 2
+    assert np.isfinite(clock.plot_data().effective).all()
 
 
 def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import noiseclock as nc
 from noiseclock.core.objectives import OBJECTIVES
@@ -71,6 +72,13 @@ def test_same_seed_same_batches_and_another_seed_others():
     assert torch.equal(first.noise, second.noise)
     assert not torch.equal(first.time, other.time)
     assert not torch.equal(first.noise, other.noise)
+
+
+def test_a_seed_may_be_a_numpy_number():
+    clock, twin = (nc.Clock("linear", "uniform", seed=seed) for seed in (np.int64(7), 7))
+    assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
+    twin.load_state_dict(clock.state_dict())
+    assert type(clock.state_dict()["setup"]["seed"]) is int  # torch.load(weights_only=True) knows no numpy numbers
 
 
 def test_torch_random_state_is_left_alone():
@@ -388,7 +396,11 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
             r"shape \(16, 2\), got torch.float32 of shape \(3, 2\)",
         ),
         (lambda: nc.Clock("linear", "uniform").draw(data(), noise=torch.zeros(16, 2, dtype=torch.int64)), ValueError, "got torch.int64"),
+        (lambda: nc.Clock("linear", "uniform").draw(data(), noise=np.zeros((16, 2))), TypeError, "noise must be a tensor like x0, got ndarray"),
         (lambda: nc.Clock("linear", "uniform").draw(data(), micro=2), ValueError, "got 2"),
+        (lambda: nc.Clock("linear", "uniform").draw(data(), micro=[0, 2]), ValueError, r"must be a tuple \(i, n\) of whole numbers .*, got \[0, 2\]"),
+        (lambda: nc.Clock("linear", "uniform").draw(data(), micro=(0.5, 2)), ValueError, r"of whole numbers .*, got \(0.5, 2\)"),
+        (lambda: nc.Clock("linear", nc.LossSecondMoment), TypeError, r"got the class LossSecondMoment itself: write LossSecondMoment\(\)"),
         (lambda: nc.Clock("linear", "uniform", seed=1.5), TypeError, "seed must be a whole number, got 1.5"),
         (lambda: nc.Clock("linear", "shifted"), TypeError, "sampler 'shifted' needs sampler"),
         (lambda: nc.Clock("linear", "uniform").loss(torch.zeros(2), None), TypeError, "takes a batch and then the prediction"),
@@ -399,6 +411,17 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_workers_of_a_loader_do_not_draw():
+    clock = nc.Clock("linear", "uniform")
+    for workers in (0, 2):
+        loader = DataLoader(data(), batch_size=4, num_workers=workers, collate_fn=lambda rows: clock.draw(torch.stack(rows)).noise)
+        if workers:
+            with pytest.raises(ValueError, match="would draw the same times and noise; draw in the training loop"):
+                list(loader)
+        else:
+            assert len(torch.cat(list(loader)).unique()) == 32
 
 
 def test_a_bad_call_draws_nothing():

@@ -170,6 +170,18 @@ def test_inference_mode_leaves_the_clock_usable():
     assert clock.sampler.share == 0.75
 
 
+def test_a_probe_begun_in_inference_mode_can_be_learned_from():
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", nc.Adaptive(every=5, stride=100)).attach(optimizer)
+    with torch.inference_mode():
+        clock.draw(data(), predict=model)  # as a look at the model before training does
+    with clock.step(model, data()) as losses:
+        losses.mean().backward()
+        optimizer.step()
+    assert clock.sampler.probes == 1
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda clock: pickle.loads(pickle.dumps(clock))], ids=["deepcopy", "pickle"])
 def test_a_copy_goes_on_by_itself_and_leaves_the_optimizer_behind(copied):
     model = Denoiser()

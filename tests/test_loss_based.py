@@ -465,6 +465,20 @@ def test_a_sampler_that_sees_no_updates_says_so_once():
     assert "no optimiser update was seen, so LossSecondMoment stands still; call clock.attach" in message
 
 
+@pytest.mark.parametrize("make", [LossSecondMoment, LossHistory])
+def test_a_sampler_that_hears_of_no_loss_says_so_once(make):
+    def learn(loss):
+        clock = nc.Clock("linear", make())
+        for _ in range(300):
+            b = clock.draw(torch.ones(2, 1))
+            loss(clock, b)
+            clock.updated()
+
+    (message,) = caught(lambda: learn(lambda clock, b: (b.x_t - b.target).square().mean() * b.weight))
+    assert message.startswith(f"{make.__name__} has seen no loss, so it stands still; it learns in clock.loss(b, prediction)")
+    assert caught(lambda: learn(lambda clock, b: clock.loss(b, b.x_t))) == []
+
+
 def test_losses_that_are_all_zero_leave_the_base():
     sampler = bound(LossSecondMoment(bins=4, refresh=1, warmup=1))
     time = (torch.arange(4, dtype=torch.float64) + 0.5) / 4

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 import noiseclock as nc
 from forked import on_two
 from noiseclock.core.gradient_variance import gradient_moments
+from noiseclock.core.probes import take_rows
 from small_loops import Denoiser, Probing, data, train
 
 
@@ -189,6 +192,49 @@ def test_probes_of_many_times_come_in_chunks_of_the_batch():
         assert losses[i].item() == pytest.approx(expected.item(), rel=1e-5)
     with pytest.raises(ValueError, match="must be as many, got 3, 8 and 8"):
         probe.losses(time[:3])
+
+
+class Prompt(NamedTuple):
+    number: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class Caption:
+    number: torch.Tensor
+    language: str = "en"
+
+
+@pytest.mark.parametrize(
+    ("cond", "number"),
+    [
+        ([str(i) for i in range(8)], lambda cond: [int(text) for text in cond]),
+        (tuple(str(i) for i in range(8)), lambda cond: [int(text) for text in cond]),  # as a DataLoader gives them from (picture, caption)
+        ({"cond": {"text": [str(i) for i in range(8)]}}, lambda cond: [int(text) for text in cond["text"]]),
+        ([torch.full((i + 5, 2), i) for i in range(8)], lambda cond: [int(tokens[0, 0]) for tokens in cond]),  # the fourth has 8 rows by chance
+        (Prompt(torch.arange(8), 7.5), lambda cond: cond.number.tolist()),
+        (Caption(torch.arange(8)), lambda cond: cond.number.tolist()),
+        ([torch.arange(8)], lambda cond: cond[0].tolist()),
+    ],
+    ids=["strings", "tuple of strings", "strings within", "ragged", "named tuple", "dataclass", "list of batches"],
+)
+def test_every_sample_keeps_its_own_conditioning(cond, number):
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x, t, cond):
+            seen.extend(number(cond))
+            return super().forward(x)
+
+    model = Watched(2, 2)
+    probe = nc.Probe(model, nc.schedule("linear"), nc.objective("eps"), data(8), cond, noise=data(8), modules=[model])
+    probe.losses(torch.full((8,), 0.5), torch.arange(8).flip(0))
+    assert seen == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_tensors_that_are_as_many_as_the_samples_are_whole_batches():
+    pair = take_rows((torch.arange(2), torch.arange(2) + 5), torch.tensor([1]), 2)
+    assert [part.tolist() for part in pair] == [[1], [6]]
 
 
 def test_a_blend_shows_the_model_to_its_parts():

@@ -196,6 +196,17 @@ def test_a_broken_promise_is_named(sampler, message):
         nc.check_sampler(sampler())
 
 
+def test_a_density_in_bins_is_checked_at_their_borders():
+    clock = nc.Clock("linear", nc.LossSecondMoment(refresh=1, warmup=1))
+    for _ in range(10):
+        b = clock.draw(torch.ones(64, 1))
+        clock.loss(b, b.target + b.time[:, None])
+        clock.updated()
+    nc.check_sampler(clock.sampler, steps=64)
+    with pytest.raises(ValueError, match=r"of 1000 differs from log_pmf by .*; if the density jumps within a step, as one in bins does, pass"):
+        nc.check_sampler(clock.sampler)
+
+
 # --- each density against its closed form ----------------------------------------------------------------------------------------------
 
 
@@ -369,6 +380,8 @@ class NotADensity:
         (lambda: nc.LogNormal(mean=200.0, std=0.1, schedule=EDM).sample(3), ValueError, "leaves no probability on the schedule"),
         (lambda: nc.LogNormal(mean=200.0, std=0.1, schedule=LINEAR).sample(3), ValueError, "leaves no probability on the schedule"),
         (lambda: nc.Mixture(nc.Uniform(), floor=0.0), ValueError, "floor must lie between 0 and 1"),
+        (lambda: nc.Mixture("speed"), TypeError, r"Mixture blends samplers, got 'speed'; make one by its name with nc.sampler\(name\)"),
+        (lambda: nc.Annealed(nc.Uniform(), "speed"), TypeError, "Annealed blends samplers, got 'speed'"),
         (lambda: nc.Annealed(nc.Uniform(), start=5, stop=5), ValueError, "start = 5, stop = 5"),
         (lambda: nc.Uniform().log_prob(torch.tensor(1.5)), ValueError, r"must lie in \[0, 1\]"),
         (lambda: nc.Shifted(nc.Uniform()).log_prob(torch.tensor(-0.5)), ValueError, r"must lie in \[0, 1\]"),

@@ -51,6 +51,24 @@ def test_the_metric_of_adam_is_what_it_divides_by():
         assert torch.allclose(scale * gradient, change, rtol=1e-4, atol=1e-8)
 
 
+def test_the_metric_of_a_parameter_that_was_frozen_at_first():
+    """It has had fewer updates than the rest of its group, so its v̂ is less far from v."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(200):
+        model.bias.requires_grad_(step >= 197)
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    power, _ = metric(optimizer, list(model.parameters()))
+    for p, scale, updates in zip(model.parameters(), power, (200, 3), strict=True):
+        assert optimizer.state[p]["step"] == updates
+        wanted = 0.01 / ((optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**updates)).sqrt() + 1e-8)
+        assert torch.allclose(scale, wanted, rtol=1e-4)  # 1 - 0.999³ has lost four digits in float32; the other's count would be 7 times off
+
+
 def test_the_metric_of_others():
     model, optimizer = stepped(lambda m: torch.optim.SGD([{"params": [m.weight], "lr": 0.1}, {"params": [m.bias], "lr": 0.3}], momentum=0.9))
     assert metric(optimizer, list(model.parameters())) == ([0.1, 0.3], "")

@@ -155,7 +155,7 @@ class Adaptive(Sampler):
                 torch.default_generator.manual_seed(0)
                 policy = Policy(shape, self.hidden)
             with lasting():
-                self._policy = policy.to(x0.device)
+                self._policy = policy.to(x0.device, torch.float32)  # whatever the user's default is
             self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.learning_rate, fused=True)
             self._shape = shape
             if self._saved is not None:

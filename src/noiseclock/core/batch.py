@@ -80,5 +80,7 @@ def check_batch(x0: Tensor, noise: Tensor | None) -> None:
         raise TypeError(f"x0 must be a floating-point tensor (images scaled to [-1, 1]), got {kind}")
     if x0.ndim < 2 or len(x0) == 0:
         raise ValueError(f"x0 must be a batch (B, ...) of at least one sample, got shape {tuple(x0.shape)}")
+    if noise is not None and not isinstance(noise, Tensor):
+        raise TypeError(f"noise must be a tensor like x0, got {type(noise).__name__}")
     if noise is not None and (noise.shape != x0.shape or not noise.is_floating_point()):
         raise ValueError(f"noise must be like x0, {x0.dtype} of shape {tuple(x0.shape)}, got {noise.dtype} of shape {tuple(noise.shape)}")

@@ -30,6 +30,8 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
         if options:
             raise TypeError(f"options go with the name of a {kind}, not with an object: {', '.join(options)} beside {thing!r}")
         return thing
+    if isinstance(thing, type) and issubclass(thing, wanted):
+        raise TypeError(f"a {kind} is a name or a {wanted.__name__}, got the class {thing.__name__} itself: write {thing.__name__}()")
     if not isinstance(thing, str):
         raise TypeError(f"a {kind} is a name or a {wanted.__name__}, got {type(thing).__name__}")
     make = known[choose(kind, thing, known)]

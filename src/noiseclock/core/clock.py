@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from noiseclock.core import names
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
@@ -77,10 +78,10 @@ class Clock:
         self.schedule = names.schedule(schedule)
         self.objective = _objective(objective, schedule)
         self.weighting = make_weighting(weighting)
-        self.seed = seed
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
-        self._chance = Chance(seed, _check_place(rank, world_size))
+        self.seed = int(seed)
+        self._chance = Chance(self.seed, _check_place(rank, world_size))
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
@@ -135,12 +136,14 @@ class Clock:
         """Noise a batch x0 (B, ...) at newly drawn times.
 
         predict: the model, as `predict(x_t, t)` or with `cond`; samplers that probe need it. cond: a mapping goes to the model as keywords,
-        anything else as a third argument. noise: (B, ...), drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so
-        that the times are stratified over all of them.
+        anything else as a third argument; probes take rows of its tensors and of lists with one string or tensor for each sample. noise: (B, ...),
+        drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so that the times are stratified over all of them.
         """
         check_batch(x0, noise)
-        if not isinstance(micro, tuple) or len(micro) != 2 or not 0 <= micro[0] < micro[1]:
-            raise ValueError(f"micro must be (i, n) with 0 <= i < n, got {micro}")
+        if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
+            raise ValueError(f"micro must be a tuple (i, n) of whole numbers with 0 <= i < n, got {micro}")
+        if get_worker_info() is not None:  # each worker has a copy of the clock, made anew for every epoch
+            raise ValueError("all workers of a DataLoader, in every epoch, would draw the same times and noise; draw in the training loop")
         if micro[0] == 0 and not _capturing(x0):
             self._before_update(x0, predict, cond)
         # first, because a new stream depends on how many draws there were, and a graph may ask for it before the first

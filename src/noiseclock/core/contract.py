@@ -62,7 +62,10 @@ def density_has_the_probabilities(sampler: Sampler, steps: int) -> None:
     difference = np.abs(_integrals(sampler, steps) - _log_pmf(sampler, steps).exp().numpy())
     if not difference.max() < 1e-9:
         step = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
-        raise ValueError(f"{sampler}: log_prob integrated over step {step} of {steps} differs from log_pmf by {difference[step]:.2g}")
+        raise ValueError(
+            f"{sampler}: log_prob integrated over step {step} of {steps} differs from log_pmf by {difference[step]:.2g}; "
+            "if the density jumps within a step, as one in bins does, pass check_sampler(sampler, steps=...) at whose borders it jumps"
+        )
 
 
 def _integrals(sampler: Sampler, steps: int) -> Array:

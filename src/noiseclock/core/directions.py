@@ -65,12 +65,13 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
 
 @torch.no_grad()
 def _adam(group: Any, states: list[Any]) -> list[Tensor]:
-    """lr/(√v̂+ε) of the parameters of a group, all of which were updated as often as the first."""
+    """lr/(√v̂+ε) of the parameters of a group. Each has its own count of updates: one that was frozen at first has fewer."""
     if not states:
         return []
     squares = [local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]) for state in states]
-    seen = 1 - group["betas"][1] ** states[0]["step"].to(squares[0].device, torch.float32)
-    power = list(torch._foreach_div(squares, seen))
+    steps = torch.stack([local(state["step"]) for state in states])
+    seen = 1 - group["betas"][1] ** steps.to(squares[0].device, torch.float32)
+    power = list(torch._foreach_div(squares, list(seen.unbind())))
     torch._foreach_sqrt_(power)
     torch._foreach_add_(power, group["eps"])
     torch._foreach_reciprocal_(power)

@@ -30,6 +30,7 @@ from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.table import cell, widen
 
 MOST_WAITING = 64  # batches
+SILENT = 100  # updates without any loss before that is said
 ENOUGH = 0.9  # the share of the base that must be known before the density leaves it
 
 
@@ -51,6 +52,7 @@ class LossBased(LearnedDensity):
         self._since = 0  # updates since the density was set
         self._seen = 0  # the count of updates at the last one
         self._resumed = False
+        self._heard = False  # of any loss
 
     @property
     def needs_updates(self) -> bool:
@@ -80,6 +82,7 @@ class LossBased(LearnedDensity):
     @torch.no_grad()
     def update(self, batch: Batch, losses: Tensor) -> None:
         self._move_(losses.device)
+        self._heard = True
         # An eager step is bound by its launches, and many batches are added up in as many of them as one. A captured graph is replayed
         # without this line, so there nothing can wait.
         if losses.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -122,6 +125,9 @@ class LossBased(LearnedDensity):
         self._flush()
         self._fold()
         self._check_health(self._buffers["skipped"])
+        if not self._heard and updates >= SILENT:
+            name = type(self).__name__
+            self._health.warn("unheard", f"{name} has seen no loss, so it stands still; it learns in clock.loss(b, prediction): use it for your loss")
         return True
 
     def _counters(self) -> dict[str, int]:

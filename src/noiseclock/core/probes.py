@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.schedules import Schedule
+from noiseclock.core.table import lasting
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
@@ -63,20 +65,40 @@ def full_precision(modules: list[nn.Module], device: torch.device) -> Iterator[N
             own["forward"] = forward
 
 
-def map_tensors(f: Callable[[Tensor], Tensor], thing: Any) -> Any:
-    """`thing` with f applied to every tensor in it, through mappings and sequences; what is no tensor is passed on."""
-    if isinstance(thing, Tensor):
-        return f(thing)
+def _parts(f: Callable[[Any], Any], thing: Any) -> Any:
+    """`thing` with f applied to each part of a mapping, sequence or dataclass; anything else is passed on."""
     if isinstance(thing, Mapping):
-        return {name: map_tensors(f, value) for name, value in thing.items()}
+        return {name: f(value) for name, value in thing.items()}
     if isinstance(thing, (list, tuple)):
-        return type(thing)(map_tensors(f, value) for value in thing)
+        parts = [f(value) for value in thing]
+        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
+    if is_dataclass(thing) and not isinstance(thing, type):
+        other = copy(thing)
+        for field in fields(thing):
+            object.__setattr__(other, field.name, f(getattr(thing, field.name)))
+        return other
     return thing
 
 
+def map_tensors(f: Callable[[Tensor], Tensor], thing: Any) -> Any:
+    """`thing` with f applied to every tensor in it, through mappings, sequences and dataclasses."""
+    return f(thing) if isinstance(thing, Tensor) else _parts(lambda part: map_tensors(f, part), thing)
+
+
 def take_rows(cond: Any, rows: Tensor, batch: int) -> Any:
-    """Conditioning for some rows of a batch: every tensor with `batch` rows is indexed."""
-    return map_tensors(lambda x: x[rows] if x.ndim > 0 and len(x) == batch else x, cond)
+    """Conditioning for some rows of a batch: of every tensor with `batch` rows, and of every list of one string or tensor for each sample."""
+    if isinstance(cond, Tensor):
+        return cond[rows] if cond.ndim > 0 and len(cond) == batch else cond
+    if isinstance(cond, (list, tuple)) and len(cond) == batch and _one_for_each(cond):
+        return type(cond)(cond[i] for i in rows.tolist())
+    return _parts(lambda part: take_rows(part, rows, batch), cond)
+
+
+def _one_for_each(items: Sequence[Any]) -> bool:
+    """Captions, or embeddings that differ in length; tensors that all have as many rows as there are of them are whole batches."""
+    if all(isinstance(item, Tensor) for item in items):
+        return not all(item.ndim > 0 and len(item) == len(items) for item in items)
+    return all(isinstance(item, str) for item in items)
 
 
 class Probe:
@@ -106,7 +128,9 @@ class Probe:
         # DDP's own forward would take part in its buffers' broadcasts; there is nothing to reduce in a probe
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
-        self.x0, self.noise, self.cond = x0.detach().clone(), noise, cond
+        with lasting():
+            self.x0 = x0.detach().clone()
+        self.noise, self.cond = noise, cond
         self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
         self.optimizer = optimizer
         self.lost: Tensor | None = None

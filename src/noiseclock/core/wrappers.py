@@ -206,6 +206,12 @@ class Blend(Sampler):
         self.other.load_state_dict(state["other"])
 
 
+def _needs_samplers(owner: Blend) -> None:
+    for part in owner._parts:
+        if not isinstance(part, Sampler):
+            raise TypeError(f"{type(owner).__name__} blends samplers, got {part!r}; make one by its name with nc.sampler(name)")
+
+
 @dataclass(frozen=True)
 class Mixture(Blend):
     """(1-floor)·sampler + floor·other: with the uniform as `other`, a floor under every time.
@@ -219,6 +225,7 @@ class Mixture(Blend):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
+        _needs_samplers(self)
         take_finite(self, "floor")
         if not 0 < self.floor < 1:
             raise ValueError(f"Mixture: floor must lie between 0 and 1, got {self.floor}")
@@ -239,6 +246,7 @@ class Annealed(Blend):
     _share: Table = field(init=False, repr=False, compare=False, default_factory=lambda: Table(0.0))
 
     def __post_init__(self) -> None:
+        _needs_samplers(self)
         take_whole(self, "start", "stop", least=0)
         if self.start >= self.stop:
             raise ValueError(f"Annealed: start must come before stop, got start = {self.start}, stop = {self.stop}")
