@@ -19,8 +19,8 @@ WINDOW = 1000
 class ByTime(NamedTuple):
     """A record by time bin, as numpy arrays (bins,).
 
-    time: the middle of each bin. drawn: how many times came from it, counted with each loss. density: the realised density (1 everywhere for a uniform sampler).
-    loss: mean unweighted loss over about the last 1000 batches, NaN in a bin that none of them reached.
+    time: the middle of each bin. drawn: how many times came from it, counted with each loss. density: the realised density (1 everywhere for a
+    uniform sampler). loss: mean unweighted loss over about the last 1000 batches, NaN in a bin that none of them reached.
     """
 
     time: Array
