@@ -42,6 +42,7 @@ from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe, completed, entry_of
 from noiseclock.lab.results import OF_THE_CELL, VERSION
+from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, train
 from noiseclock.lab.trained import opened
@@ -231,6 +232,7 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
     if plan.base.data.startswith("latents:"):
         load(plan.base.data, size=plan.base.size)  # which costs nothing; its mistakes come before anything is written
+    refuse_among(plan.base.data, folder)
     path, mine = folder / "compare.json", plain(plan.config())
     if path.exists():
         theirs = _config(folder)

@@ -50,6 +50,7 @@ from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.random_state import random_state, set_random_state
 from noiseclock.lab.recipes import FIXED, Recipe, completed
 from noiseclock.lab.shards import blocks, spread, whole
+from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.wording import state_of
 
@@ -108,6 +109,7 @@ class Run:
         if recipe.batch % parts:
             raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
         self.data, self.held_out = loaded(recipe, accelerator)
+        refuse_among(recipe.data, folder)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = placed(network(recipe, self.data, self.clock), self.device)
@@ -306,9 +308,7 @@ class Run:
         recipe = self.recipe
         size = recipe.batch // (self.world * recipe.accumulate)
         flip, start = recipe.flip, self.step * recipe.accumulate
-        return batches(
-            self.data, size, seed=recipe.seed, start=start, rank=self.rank, world_size=self.world, device=self.device, flip=flip
-        )  # fmt: skip
+        return batches(self.data, size, seed=recipe.seed, start=start, rank=self.rank, world_size=self.world, device=self.device, flip=flip)
 
     def _update(self, stream: Iterator[tuple[Tensor, Tensor | None]]) -> Record:
         self.net.train()
