@@ -1,7 +1,7 @@
 """The table of recipes: what the papers print, that every one can be built, and that mistakes are named."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,7 @@ from noiseclock.lab import wording
 from noiseclock.lab.built import network
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import count
-from noiseclock.lab.recipes import FIXED, FREE, RECIPES, Recipe, recipe
+from noiseclock.lab.recipes import RECIPES, recipe
 from noiseclock.lab.trained import recipe_of
 
 # --- what the papers print ----------------------------------------------------------------------------------------------------------------
@@ -128,10 +128,6 @@ def test_all_are_found_and_say_what_they_need():
         assert entry.cost
     with pytest.raises(Mistake, match="unknown recipe 'digit'"):
         recipe("digit")
-
-
-def test_settings_are_free_or_fixed():
-    assert sorted(FREE + FIXED) == sorted(f.name for f in fields(Recipe))
 
 
 def test_a_config_of_another_version_is_named():

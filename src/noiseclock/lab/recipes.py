@@ -168,7 +168,6 @@ class Recipe:
 # What may change between two runs of one training: how long it lasts, what is seen on the way, and, as may the number of processes, what fits it
 # into the memory of a machine: the gradients are the same to rounding, and so are the random numbers.
 FREE = ("updates", "patience", "checkpointing", "log_every", "save_every", "validate_every", "sample_every", "solver", "solver_steps", "track")
-FIXED = tuple(f.name for f in fields(Recipe) if f.name not in FREE)
 
 
 def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
