@@ -139,7 +139,11 @@ def test_a_config_of_another_version_is_named():
 
 WRONG = {
     "lr must be positive, got -1": {"lr": -1},
-    "lr must be positive, got nan": {"lr": float("nan")},
+    "lr must be finite, got nan": {"lr": float("nan")},
+    "lr must be finite, got inf": {"lr": float("inf")},
+    "clip must be finite, got nan": {"clip": float("nan")},
+    "weight_decay must be finite, got inf": {"weight_decay": float("inf")},
+    "seed must be less than 2**32, got 99999999999": {"seed": 99999999999},
     "betas must lie in [0, 1), got (0.9, 1.0)": {"betas": (0.9, 1.0)},
     "batch must be at least 1, got 0": {"batch": 0},
     "a batch of 10 cannot be split into 3 equal micro-batches": {"batch": 10, "accumulate": 3},
