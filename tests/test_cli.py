@@ -324,6 +324,20 @@ def test_figures_carry_what_they_were_measured_on(capsys, dit, features, monkeyp
     assert "must not be negative" in said(capsys, "evaluate", str(dit), "--vlb-images", "-1", status=2)
 
 
+EVALUATING = {
+    "--samples 0 --batch 0": "batches have at least one picture",
+    "--samples 0 --vlb-images 0 --batch -3": "batches have at least one picture",
+    "--vlb-steps 1": "and the bound at least 2 steps, got batch=256 and vlb_steps=1",
+    "--resize bicubic": "unknown resize 'bicubic'; known: pytorch, tensorflow",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), EVALUATING.items(), ids=EVALUATING)
+def test_what_cannot_be_evaluated_is_said_before_pictures_are_made(capsys, run, monkeypatch, options, message):
+    monkeypatch.setattr("noiseclock.lab.trained.sampled", None)
+    assert message in said(capsys, "evaluate", str(run), *options.split(), status=2)
+
+
 def test_figures_can_be_left_out(capsys, dit):
     shown = said(capsys, "evaluate", str(dit), "--samples", "0", "--vlb-images", "0").splitlines()
     assert shown[1].startswith("loss by noise level")
