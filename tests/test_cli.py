@@ -278,6 +278,10 @@ def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
     said(capsys, "sample", str(run), "--count", "3", "--out", "folder")
     assert len(list((tmp_path / "folder").iterdir())) == 3
     assert "is a folder with something in it" in said(capsys, "sample", str(run), "--out", "folder", status=2)
+    said(capsys, "sample", str(run), "--count", "3", "--out", "LOUD.PNG")
+    assert (tmp_path / "LOUD.PNG").is_file()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "notes.txt is a file" in said(capsys, "sample", str(run), "--out", "notes.txt", status=2)
 
 
 SAMPLING = {
@@ -285,6 +289,9 @@ SAMPLING = {
     "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
     "--solver magic": "unknown solver 'magic'; known: ddim, ddpm, dpm++, euler, heun",
     "--guidance 2": "guidance=2 needs a model with classes",
+    "--guidance nan": "guidance must be finite, got nan",
+    "--out a.jpg": "written as .png, .npz or a folder of PNG files, not as .jpg; give a.jpg another name",
+    "--out a.GIF": "not as .GIF",
     "--count 0": "at least one picture must be asked for",
     "--step 3": "has no checkpoint of step 3; it has: 2, 4",
 }
