@@ -11,7 +11,7 @@ import pytest
 import noiseclock.lab.compare as lab_compare
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
-from noiseclock.lab.compare import Cell, Plan, by_workers, compare, merge
+from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
 from noiseclock.lab.methods import applied
@@ -86,6 +86,16 @@ def test_a_method_that_does_not_exist_is_named(text, message):
 def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
     with pytest.raises(Mistake, match=message):
         plan(**changes)
+
+
+def test_missing_inception_weights_are_said_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOISECLOCK_HOME", str(tmp_path / "home"))
+    pictured = plan()
+    pictured = replace(pictured, base=replace(pictured.base, data=f"folder:{tmp_path / 'pictures'}"))
+    with pytest.raises(Mistake, match="the Inception weights are not at"):
+        begin(pictured, tmp_path / "results", "cpu")
+    assert not (tmp_path / "results").exists()
+    begin(replace(pictured, samples=0), tmp_path / "results", "cpu")  # nothing to be seen by it
 
 
 def test_cells_of_all_methods_rates_and_seeds_have_folders_of_their_own():

@@ -31,11 +31,11 @@ import torch
 
 from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
-from noiseclock.lab import checkpoint
+from noiseclock.lab import checkpoint, classifier
 from noiseclock.lab.built import sampled
 from noiseclock.lab.data import head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.evaluate import bits_per_dim, compare_images
+from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
@@ -230,8 +230,9 @@ def _outlived() -> None:
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
-    if plan.base.data.startswith("latents:"):
-        load(plan.base.data, size=plan.base.size)  # which costs nothing; its mistakes come before anything is written
+    # which costs nothing; its mistakes come before anything is written
+    latents = load(plan.base.data, size=plan.base.size) if plan.base.data.startswith("latents:") else None
+    pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
     refuse_among(plan.base.data, folder)
     path, mine = folder / "compare.json", plain(plan.config())
     if path.exists():
@@ -241,6 +242,8 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
         for name in GROWS:
             mine[name] = theirs[name] + [value for value in mine[name] if value not in theirs[name]]
         mine["baseline"] = theirs["baseline"]
+    if plan.samples and pictures not in classifier.DATA:
+        network_for(pictures)  # likewise: its weights may be missing, and the first evaluation comes late
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
