@@ -22,7 +22,7 @@ from noiseclock.lab.generate import SOLVERS
 OPTIMIZERS = ("adam", "adamw")
 PRECISIONS = ("fp32", "bf16")
 MODELS = ("unet", "adm", "dit", "uvit")
-LARGEST_SEED = 2**32  # a thousandfold of it, plus a rank, still seeds torch's generators
+LARGEST_SEED = 2**32  # excluded; a thousandfold of it, plus a rank, still seeds torch's generators
 
 
 @dataclass(frozen=True)
