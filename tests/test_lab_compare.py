@@ -167,6 +167,28 @@ def test_killed_twice_and_resumed_gives_the_same_results(tmp_path):
             assert differing(state_of(torn / "cells" / cell.slug), state_of(tmp_path / "whole" / "cells" / cell.slug)) == []
 
 
+def test_a_damaged_log_is_read_as_far_as_it_goes_and_a_lost_one_costs_its_cell_alone(tmp_path):
+    small = plan(seeds=(0,))
+    finished(compare(small, tmp_path, device="cpu"))
+    cell = next((tmp_path / "cells").glob("uniform*"))
+    points = (cell / "points.jsonl").read_bytes()
+    for lost in (False, True):
+        (cell / "finished.json").unlink()
+        (cell / "points.jsonl").write_bytes(points.splitlines(keepends=True)[0])
+        if lost:
+            (cell / "log.jsonl").unlink()
+        else:
+            with (cell / "log.jsonl").open("ab") as log:
+                log.write(b"\xff\xfe\n[1]\n" + b'{"kind": "validation", "st')
+        failures = [event.failure for event in compare(small, tmp_path, device="cpu") if event.failure]
+        if lost:
+            assert len(failures) == 1
+            assert "log.jsonl has lost the validation of update 4; remove" in failures[0]
+        else:
+            assert failures == []
+            assert (cell / "points.jsonl").read_bytes() == points
+
+
 def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):
     small = plan(samples=0, vlb_images=0)
     taken = small.cells()[1]

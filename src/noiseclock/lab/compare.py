@@ -289,7 +289,9 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
     """One line of points.jsonl: what the averaged weights are worth at a checkpoint. The loss is the one that the training has logged."""
     run = opened(folder, step=step, device=device)
     recipe, schedule = run.recipe, run.clock.schedule
-    logged = _lines(folder / "log.jsonl", kind="validation")[step]
+    logged = _lines(folder / "log.jsonl", kind="validation").get(step)
+    if logged is None:
+        raise Failure(f"{folder / 'log.jsonl'} has lost the validation of update {step}; remove {folder}, and it is trained again")
     point: dict[str, Any] = {"step": step, "images": step * recipe.batch, "seconds": logged["seconds"], "validation": logged["loss"]}
     if plan.vlb_images and isinstance(schedule, Discrete) and not isinstance(run.data, Latents):
         held_out = load_images(recipe.data, split="test", size=recipe.size)
@@ -361,6 +363,13 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:
-    """The records of a log by step, those that have these values."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["step"]: record for record in records if all(record.get(name) == value for name, value in wanted.items())}
+    """The records of a log by step, those that have these values; lines that are damaged are none."""
+    found = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record and all(record.get(name) == value for name, value in wanted.items()):
+            found[record["step"]] = record
+    return found
