@@ -279,6 +279,10 @@ def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
     said(capsys, "sample", str(run), "--count", "3", "--out", "folder")
     assert len(list((tmp_path / "folder").iterdir())) == 3
     assert "is a folder with something in it" in said(capsys, "sample", str(run), "--out", "folder", status=2)
+    said(capsys, "sample", str(run), "--count", "3", "--out", "LOUD.PNG")
+    assert (tmp_path / "LOUD.PNG").is_file()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "notes.txt is a file" in said(capsys, "sample", str(run), "--out", "notes.txt", status=2)
 
 
 SAMPLING = {
@@ -286,6 +290,9 @@ SAMPLING = {
     "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
     "--solver magic": "unknown solver 'magic'; known: ddim, ddpm, dpm++, euler, heun",
     "--guidance 2": "guidance=2 needs a model with classes",
+    "--guidance nan": "guidance must be finite, got nan",
+    "--out a.jpg": "written as .png, .npz or a folder of PNG files, not as .jpg; give a.jpg another name",
+    "--out a.GIF": "not as .GIF",
     "--count 0": "at least one picture must be asked for",
     "--step 3": "has no checkpoint of step 3; it has: 2, 4",
 }
@@ -323,6 +330,20 @@ def test_figures_carry_what_they_were_measured_on(capsys, dit, features, monkeyp
         "step-00000004-heun-3-70-digits-test-seed-3.json",
     ]
     assert "must not be negative" in said(capsys, "evaluate", str(dit), "--vlb-images", "-1", status=2)
+
+
+EVALUATING = {
+    "--samples 0 --batch 0": "batches have at least one picture",
+    "--samples 0 --vlb-images 0 --batch -3": "batches have at least one picture",
+    "--vlb-steps 1": "and the bound at least 2 steps, got batch=256 and vlb_steps=1",
+    "--resize bicubic": "unknown resize 'bicubic'; known: pytorch, tensorflow",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), EVALUATING.items(), ids=EVALUATING)
+def test_what_cannot_be_evaluated_is_said_before_pictures_are_made(capsys, run, monkeypatch, options, message):
+    monkeypatch.setattr("noiseclock.lab.trained.sampled", None)
+    assert message in said(capsys, "evaluate", str(run), *options.split(), status=2)
 
 
 def test_figures_can_be_left_out(capsys, dit):

@@ -55,6 +55,11 @@ def test_a_model_of_latents_is_not_exported(capsys, tmp_path):
     assert "noiseclock sample gives its pictures" in said(capsys, "export", "run", "out", status=2)
 
 
+def test_the_next_command_encodes_the_pictures_as_the_autoencoder_saw_them(capsys):
+    shown = said(capsys, *AUTOENCODER.split(), "--updates", "1", "--size", "8", "--flip").splitlines()
+    assert shown[-1] == "next: noiseclock encode digits --size 8 --flip --autoencoder coder --out LATENTS"
+
+
 @pytest.mark.parametrize("command", ["train-autoencoder", "encode"])
 def test_every_command_has_help(capsys, command):
     assert f"usage: noiseclock {command}" in said(capsys, command, "--help")
@@ -65,6 +70,9 @@ MISTAKES = {
     "train-autoencoder digits": "--out",
     "train-autoencoder digits --out x --factor 16": "noiseclock: pictures of 8x8 cannot be halved 4 times",
     "train-autoencoder digits --out x --factor 6": "noiseclock: factor must be 2, 4, 8 or another power of 2, got 6\n",
+    "train-autoencoder digits --out x --lr inf": "noiseclock: lr must be positive, kl not negative, both finite, and seed in [0, 2**32), got lr=inf",
+    "train-autoencoder digits --out x --kl nan": "got lr=0.0003, kl=nan, seed=0\n",
+    "train-autoencoder digits --out x --seed 4294967296": "got lr=0.0003, kl=1e-06, seed=4294967296\n",
     "train-autoencoder folder:nowhere --out x": "noiseclock: there is no folder nowhere",
     "encode digits --autoencoder nowhere --out x": "noiseclock: there is no autoencoder in nowhere: it has no config.json",
     "encode latents:x --autoencoder nowhere --out x": "noiseclock: latents:x is latents already; give pictures\n",

@@ -208,6 +208,7 @@ MISTAKES = {
     "analyze digts": "noiseclock: unknown recipe 'digts' (did you mean digits?)",
     "analyze digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
     "analyze digits --checkpoint nowhere": "noiseclock: nowhere holds no checkpoint; give the folder of a training that has made one\n",
+    "analyze digits --out /dev/null": "noiseclock: cannot write into /dev/null (File exists); choose a folder that can be written to\n",
     "watch": "Missing from noiseclock watch: FOLDER",
     "watch nowhere": "noiseclock: there is no folder nowhere; give the folder of a training\n",
     "watch . --port 65536": "noiseclock: a port lies in 0..65535, got 65536\n",

@@ -15,7 +15,7 @@ from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
 from noiseclock.lab import wording
-from noiseclock.lab.compare import Cell, Plan, by_workers, compare, merge
+from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
 from noiseclock.lab.methods import applied
@@ -111,6 +111,16 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
         plan(**changes)
 
 
+def test_missing_inception_weights_are_said_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOISECLOCK_HOME", str(tmp_path / "home"))
+    pictured = plan()
+    pictured = replace(pictured, base=replace(pictured.base, data=f"folder:{tmp_path / 'pictures'}"))
+    with pytest.raises(Mistake, match="the Inception weights are not at"):
+        begin(pictured, tmp_path / "results", "cpu")
+    assert not (tmp_path / "results").exists()
+    begin(replace(pictured, samples=0), tmp_path / "results", "cpu")  # nothing to be seen by it
+
+
 def test_cells_of_all_methods_rates_and_seeds_have_folders_of_their_own():
     found = plan(methods=("speed:k=5", "speed:k=6", "uniform"), lrs=(1e-3, 1.0000001e-3)).cells()
     assert len(found) == 3 * 2 * 2
@@ -178,6 +188,28 @@ def test_killed_twice_and_resumed_gives_the_same_results(tmp_path):
         assert read(torn).problems == []
         for cell in whole.cells():
             assert differing(state_of(torn / "cells" / cell.slug), state_of(tmp_path / "whole" / "cells" / cell.slug)) == []
+
+
+def test_a_damaged_log_is_read_as_far_as_it_goes_and_a_lost_one_costs_its_cell_alone(tmp_path):
+    small = plan(seeds=(0,))
+    finished(compare(small, tmp_path, device="cpu"))
+    cell = next((tmp_path / "cells").glob("uniform*"))
+    points = (cell / "points.jsonl").read_bytes()
+    for lost in (False, True):
+        (cell / "finished.json").unlink()
+        (cell / "points.jsonl").write_bytes(points.splitlines(keepends=True)[0])
+        if lost:
+            (cell / "log.jsonl").unlink()
+        else:
+            with (cell / "log.jsonl").open("ab") as log:
+                log.write(b"\xff\xfe\n[1]\n" + b'{"kind": "validation", "st')
+        failures = [event.failure for event in compare(small, tmp_path, device="cpu") if event.failure]
+        if lost:
+            assert len(failures) == 1
+            assert "log.jsonl has lost the validation of update 4; remove" in failures[0]
+        else:
+            assert failures == []
+            assert (cell / "points.jsonl").read_bytes() == points
 
 
 def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):

@@ -433,6 +433,20 @@ def test_what_cannot_be_started_from_is_named(tmp_path):
     assert not (tmp_path / "second" / "checkpoints").exists()
 
 
+def test_a_run_does_not_write_its_samples_among_the_images_that_it_trains_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pictures.save(load("digits").pixels[:20], tmp_path / "all")  # type: ignore[union-attr]
+    settings = replace(TINY, updates=1, sample_every=1)
+    for place, folder in (("all", "all"), ("all", "all/runs/mine"), (".", "runs/mine")):
+        with pytest.raises(Mistake, match="lies among the images of"):
+            trained(replace(settings, data=f"folder:{place}"), Path(folder))
+    # beside images that are divided into train and test there is room
+    (tmp_path / "train").mkdir()
+    (tmp_path / "all").rename(tmp_path / "train" / "all")
+    assert len(trained(replace(settings, data="folder:."), Path("runs/mine"))) == 1
+    assert len(load("folder:.")) + len(load("folder:.", split="test")) == 20
+
+
 # --- what is asked of a process -----------------------------------------------------------------------------------------------------------
 
 

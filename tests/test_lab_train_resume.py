@@ -119,6 +119,15 @@ def test_a_run_of_a_version_that_knew_fewer_settings_goes_on(tmp_path):
     assert [record.step for record in trained(replace(TINY, updates=4), tmp_path)] == [3, 4]
 
 
+def test_a_setting_that_only_the_other_version_knows_is_a_difference(tmp_path):
+    trained(replace(TINY, updates=2), tmp_path)
+    _, state = checkpoint.load(tmp_path)
+    state["settings"]["wings"] = 2
+    checkpoint.save(tmp_path, 2, state)
+    with pytest.raises(Mistake, match="wings: absent here, 2 in the checkpoint"):
+        trained(replace(TINY, updates=4), tmp_path)
+
+
 def test_what_may_change_between_runs_is_what_does_not_change_the_training():
     fixed = set(TINY.settings()) - set(FREE)
     assert {"lr", "batch", "seed", "precision", "accumulate", "ema", "data", "compile"} <= fixed
@@ -127,9 +136,10 @@ def test_what_may_change_between_runs_is_what_does_not_change_the_training():
 
 def test_a_damaged_config_is_named(tmp_path):
     trained(replace(TINY, updates=2), tmp_path)
-    (tmp_path / "config.json").write_text('{"settings"')
-    with pytest.raises(Mistake, match=r"config\.json is damaged"):
-        trained(TINY, tmp_path)
+    for damaged in (b'{"settings"', b"[]", b'{"settings": null}', b"\xb0\xff\x00"):
+        (tmp_path / "config.json").write_bytes(damaged)
+        with pytest.raises(Mistake, match=r"config\.json is damaged"):
+            trained(TINY, tmp_path)
     (tmp_path / "config.json").unlink()  # as the message says
     assert [record.step for record in trained(TINY, tmp_path)] == [3, 4, 5, 6, 7, 8]
 

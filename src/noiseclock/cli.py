@@ -282,7 +282,8 @@ def sample(argv: list[str]) -> int:
     from noiseclock.lab.trained import opened
 
     device, out = _check_device(options.device), Path(options.out)
-    if out.is_dir() and any(out.iterdir()):  # said before, not after hours of sampling
+    pictures.form_of(out)  # its mistakes are said before, not after hours of sampling
+    if out.is_dir() and any(out.iterdir()):
         raise Mistake(f"{out} is a folder with something in it; choose another --out, or empty it first")
     run = opened(options.folder, step=options.step, device=device)
     if options.encoder and not options.prompt:

@@ -410,5 +410,8 @@ def _claim(folder: Path, name: str, recipe: Recipe, plan: Plan, step: int | None
             raise Mistake(f"{file} is damaged; remove it, or choose another folder") from error
         if changes := difference(*flat):
             raise Mistake(f"{folder} holds another analysis; choose another folder, or make the settings alike:\n{changes}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"cannot write into {folder} ({error.strerror}); choose a folder that can be written to") from error
     write_json(file, {**config, "made with": surroundings(torch.device(device), 1)})

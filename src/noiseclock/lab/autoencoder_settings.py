@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from noiseclock.lab.errors import Mistake, choose
-from noiseclock.lab.recipes import PRECISIONS
+from noiseclock.lab.recipes import LARGEST_SEED, PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Settings:
             raise Mistake(f"factor must be 2, 4, 8 or another power of 2, got {self.factor}")
         if self.channels < 4 or self.channels % 4:
             raise Mistake(f"channels must be a multiple of 4, got {self.channels}")
-        if not self.lr > 0 or self.kl < 0 or self.seed < 0:
-            raise Mistake(f"lr must be positive, kl and seed not negative, got lr={self.lr:g}, kl={self.kl:g}, seed={self.seed}")
+        if not 0 < self.lr < math.inf or not 0 <= self.kl < math.inf or not 0 <= self.seed < LARGEST_SEED:
+            wanted = "lr must be positive, kl not negative, both finite, and seed in [0, 2**32)"
+            raise Mistake(f"{wanted}, got lr={self.lr:g}, kl={self.kl:g}, seed={self.seed}")
         choose("precision", self.precision, PRECISIONS)
 
     def network(self, shape: tuple[int, int, int]) -> Any:

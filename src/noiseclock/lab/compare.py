@@ -31,17 +31,18 @@ import torch
 
 from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
-from noiseclock.lab import checkpoint
+from noiseclock.lab import checkpoint, classifier
 from noiseclock.lab.built import sampled
 from noiseclock.lab.data import head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.evaluate import bits_per_dim, compare_images
+from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
 from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe, completed, entry_of
 from noiseclock.lab.results import OF_THE_CELL, VERSION
+from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, train
 from noiseclock.lab.trained import opened
@@ -229,8 +230,10 @@ def _outlived() -> None:
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
-    if plan.base.data.startswith("latents:"):
-        load(plan.base.data, size=plan.base.size)  # which costs nothing; its mistakes come before anything is written
+    # which costs nothing; its mistakes come before anything is written
+    latents = load(plan.base.data, size=plan.base.size) if plan.base.data.startswith("latents:") else None
+    pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
+    refuse_among(plan.base.data, folder)
     path, mine = folder / "compare.json", plain(plan.config())
     if path.exists():
         theirs = _config(folder)
@@ -239,6 +242,8 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
         for name in GROWS:
             mine[name] = theirs[name] + [value for value in mine[name] if value not in theirs[name]]
         mine["baseline"] = theirs["baseline"]
+    if plan.samples and pictures not in classifier.DATA:
+        network_for(pictures)  # likewise: its weights may be missing, and the first evaluation comes late
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -284,7 +289,9 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
     """One line of points.jsonl: what the averaged weights are worth at a checkpoint. The loss is the one that the training has logged."""
     run = opened(folder, step=step, device=device)
     recipe, schedule = run.recipe, run.clock.schedule
-    logged = _lines(folder / "log.jsonl", kind="validation")[step]
+    logged = _lines(folder / "log.jsonl", kind="validation").get(step)
+    if logged is None:
+        raise Failure(f"{folder / 'log.jsonl'} has lost the validation of update {step}; remove {folder}, and it is trained again")
     point: dict[str, Any] = {"step": step, "images": step * recipe.batch, "seconds": logged["seconds"], "validation": logged["loss"]}
     if plan.vlb_images and isinstance(schedule, Discrete) and not isinstance(run.data, Latents):
         held_out = load_images(recipe.data, split="test", size=recipe.size)
@@ -356,6 +363,13 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:
-    """The records of a log by step, those that have these values."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["step"]: record for record in records if all(record.get(name) == value for name, value in wanted.items())}
+    """The records of a log by step, those that have these values; lines that are damaged are none."""
+    found = {}
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record and all(record.get(name) == value for name, value in wanted.items()):
+            found[record["step"]] = record
+    return found

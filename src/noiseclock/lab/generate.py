@@ -237,6 +237,8 @@ def _check(schedule: Schedule, objective: Objective, n: int, batch: int, labels:
         raise Mistake(f"at least one picture must be asked for, in batches of at least one, got {n=} and {batch=}")
     if labels is not None and (labels.ndim not in (1, 3) or len(labels) != n):
         raise Mistake(f"labels must be one for each of the {n} pictures, got shape {tuple(labels.shape)}")
+    if not math.isfinite(guidance):
+        raise Mistake(f"guidance must be finite, got {guidance}")
     if guidance != 1 and (labels is None or null is None):
         raise Mistake(f"guidance={guidance:g} needs a model with classes or captions: labels for the pictures and the label that stands for none")
     if isinstance(objective, Eps) and float(schedule(1.0)[0]) == 0:

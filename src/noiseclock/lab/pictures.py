@@ -19,6 +19,7 @@ from noiseclock.lab.errors import Failure, Mistake
 LEGIBLE = 64  # pixels on the longer side, below which pictures are magnified
 BORDER = 2
 BACKGROUND = 128
+OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".npy", ".pdf", ".svg")  # that a folder is hardly meant to be called
 
 
 def grid(images: Tensor, columns: int | None = None) -> Image.Image:
@@ -42,15 +43,26 @@ def save(images: Tensor, path: str | Path, labels: Tensor | None = None) -> None
     npz: `arr_0` is uint8 (N, H, W, C), `arr_1` the labels (N,) if there are any. In a folder the label is in the file's name. Nothing half
     written is ever seen under `path`. A file is replaced, a folder with something in it is not.
     """
-    path = Path(path)
-    _check(images, written=path.suffix != ".npz")
-    if path.suffix == ".png":
+    path, form = Path(path), form_of(path)
+    _check(images, written=form != ".npz")
+    if form == ".png":
         whole(path, lambda new: grid(images).save(new, format="PNG"))
-    elif path.suffix == ".npz":
+    elif form == ".npz":
         arrays = [images.permute(0, 2, 3, 1).cpu().numpy()] + ([] if labels is None else [labels.cpu().numpy()])
         whole(path, lambda new: _write_npz(new, arrays))
     else:
         whole(path, lambda new: _write_folder(new, images, labels))
+
+
+def form_of(path: str | Path) -> str:
+    """What the name asks for: ".png", ".npz", or "" for a folder; a Mistake for the name of another kind of picture, or of a file that is there."""
+    path = Path(path)
+    form = path.suffix.lower()
+    if form in OTHERS:
+        raise Mistake(f"pictures are written as .png, .npz or a folder of PNG files, not as {path.suffix}; give {path} another name")
+    if form not in (".png", ".npz") and path.is_file():
+        raise Mistake(f"{path} is a file, and a name without .png or .npz is that of a folder; choose another name")
+    return form if form in (".png", ".npz") else ""
 
 
 def whole(path: Path, write: Callable[[Path], None]) -> None:

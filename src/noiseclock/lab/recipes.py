@@ -7,6 +7,7 @@ here (docs/choose.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from noiseclock.lab.generate import SOLVERS
 OPTIMIZERS = ("adam", "adamw")
 PRECISIONS = ("fp32", "bf16")
 MODELS = ("unet", "adm", "dit", "uvit")
+LARGEST_SEED = 2**32  # excluded; a thousandfold of it, plus a rank, still seeds torch's generators
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,13 @@ class Recipe:
         for name in ("ema", "drop_labels", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise Mistake(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        for name in ("lr", "clip", "weight_decay"):
+            if not math.isfinite(getattr(self, name)):
+                raise Mistake(f"{name} must be finite, got {getattr(self, name)}")
         if not self.lr > 0:
             raise Mistake(f"lr must be positive, got {self.lr}")
+        if self.seed >= LARGEST_SEED:
+            raise Mistake(f"seed must be less than 2**32, got {self.seed}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise Mistake(f"betas must lie in [0, 1), got {self.betas}")
         if self.batch % self.accumulate:
@@ -168,7 +175,6 @@ class Recipe:
 # What may change between two runs of one training: how long it lasts, what is seen on the way, and, as may the number of processes, what fits it
 # into the memory of a machine: the gradients are the same to rounding, and so are the random numbers.
 FREE = ("updates", "patience", "checkpointing", "log_every", "save_every", "validate_every", "sample_every", "solver", "solver_steps", "track")
-FIXED = tuple(f.name for f in fields(Recipe) if f.name not in FREE)
 
 
 def completed(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,6 +135,13 @@ def divided(root: Path) -> tuple[Path, Path]:
     return train, next((root / name for name in ("test", "val") if (root / name).is_dir()), train)
 
 
+def refuse_among(data: str, folder: Path) -> None:
+    """A Mistake where a run would write among the images of folder:PATH: its grids of samples would be read as some of them when it goes on."""
+    kind, _, place = data.partition(":")
+    if kind == "folder" and any(folder.resolve().is_relative_to(top.resolve()) for top in divided(Path(place).expanduser())):
+        raise Mistake(f"{folder} lies among the images of {place}, so samples written there would be trained on; choose a folder outside with --out")
+
+
 def image_files(top: Path) -> list[str]:
     """The image files below `top`, through links and without hidden ones, as relative paths with forward slashes."""
     found, seen = [], set()

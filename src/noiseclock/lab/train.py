@@ -48,8 +48,9 @@ from noiseclock.lab.moments import by_size, load_moments, moments
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.random_state import random_state, set_random_state
-from noiseclock.lab.recipes import FIXED, Recipe, completed
+from noiseclock.lab.recipes import FREE, Recipe, completed
 from noiseclock.lab.shards import blocks, spread, whole
+from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.wording import state_of
 
@@ -108,6 +109,7 @@ class Run:
         if recipe.batch % parts:
             raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
         self.data, self.held_out = loaded(recipe, accelerator)
+        refuse_among(recipe.data, folder)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = placed(network(recipe, self.data, self.clock), self.device)
@@ -178,7 +180,7 @@ class Run:
         if config.exists():
             try:
                 self._refuse_other(json.loads(config.read_text())["settings"])
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
+            except (KeyError, TypeError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:  # not ValueError, which a Mistake is
                 raise Mistake(f"{config} is damaged; remove it, or choose another folder") from error
         if checkpoint.steps(self.folder):
             with checkpoint.reading(self.folder, lazy=("model", "ema", "optimizer")) as (self.step, state):
@@ -191,8 +193,8 @@ class Run:
             raise Mistake(f"the processes see checkpoints of different steps, {steps}; let {self.folder} be on a disk that all machines share")
 
     def _refuse_other(self, theirs: dict[str, Any]) -> None:
-        mine = self.recipe.settings()
-        if changes := difference(*({name: settings[name] for name in FIXED} for settings in (mine, completed(theirs)))):
+        both = (self.recipe.settings(), completed(theirs))
+        if changes := difference(*({name: value for name, value in settings.items() if name not in FREE} for settings in both)):
             raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
 
     def _state(self) -> dict[str, Any]:
@@ -306,9 +308,7 @@ class Run:
         recipe = self.recipe
         size = recipe.batch // (self.world * recipe.accumulate)
         flip, start = recipe.flip, self.step * recipe.accumulate
-        return batches(
-            self.data, size, seed=recipe.seed, start=start, rank=self.rank, world_size=self.world, device=self.device, flip=flip
-        )  # fmt: skip
+        return batches(self.data, size, seed=recipe.seed, start=start, rank=self.rank, world_size=self.world, device=self.device, flip=flip)
 
     def _update(self, stream: Iterator[tuple[Tensor, Tensor | None]]) -> Record:
         self.net.train()

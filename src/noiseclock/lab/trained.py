@@ -18,9 +18,10 @@ from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.clip import CLIP, ClipScore, clip_score
 from noiseclock.lab.data import Data, load, pictured
-from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.errors import Failure, Mistake, choose
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
+from noiseclock.lab.inception import RESIZES
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.moments import by_size, load_moments
 from noiseclock.lab.recipes import Recipe
@@ -142,6 +143,9 @@ def evaluated(
     """
     if min(samples, vlb_images) < 0:
         raise Mistake(f"samples and vlb_images must not be negative, got {samples} and {vlb_images}; 0 leaves them out")
+    if batch < 1 or (vlb_images and vlb_steps is not None and vlb_steps < 2):
+        raise Mistake(f"batches have at least one picture and the bound at least 2 steps, got batch={batch} and vlb_steps={vlb_steps}")
+    choose("resize", resize, RESIZES)
     recipe = run.recipe
     held_out = load(recipe.data, split="test", size=recipe.size)
     scores = bits = fit = None
