@@ -425,6 +425,7 @@ def test_the_command_in_the_report_makes_the_same_plan(capsys, monkeypatch, argv
         return iter(())
 
     monkeypatch.setattr(lab_compare, "by_workers", planned)
+    monkeypatch.setattr(lab_compare, "network_for", lambda data: None)  # Inception's weights, which need not be here
     said(capsys, "compare", *argv, "--device", "cpu", "--out", "first")
     program, *again = shlex.split(command(read("first")))
     assert program == "noiseclock"
