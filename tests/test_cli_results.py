@@ -1,6 +1,7 @@
 """The commands about comparisons: what they print, what they write, with what status they end, and that a kill changes none of it."""
 
 import io
+import multiprocessing
 import os
 import re
 import shlex
@@ -281,15 +282,21 @@ def alone(argv: list[str]) -> int:
     return cli.main(argv)
 
 
+def alone_with_forks(argv: list[str]) -> int:
+    """The same, and its workers are forked from it: started afresh, as in the first test with --jobs, each would import for seconds."""
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda _: get_context("fork")
+    return alone(argv)
+
+
 def log_of(cells: Path, kind: str) -> int:
     """Records of a kind in all logs."""
     return sum(path.read_bytes().count(f'"kind": "{kind}"'.encode()) for path in cells.glob("*/log.jsonl"))
 
 
-def workers(pid: int) -> list[int]:
-    """The trainers that a process has started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def workers(run: Path) -> set[int]:
+    """The processes that train: a lock names its own."""
+    return {int(number) for path in run.glob("locks/*/.lock") for number in re.findall(r"^process (\d+) on", path.read_text())}
 
 
 def test_jobs_give_the_same_and_warn_in_one_voice(done, tmp_path):
@@ -314,11 +321,10 @@ def test_a_lost_worker_ends_the_comparison_at_once_and_the_next_one_goes_on(tmp_
     run = tmp_path / "run"
     options = ["--samplers", "uniform", "min-snr", "--seeds", "1", "--every", "300"]
     argv = comparison(run, *options, settings=replace(TINY, updates=300))
-    with Forked(alone, [*argv, "--jobs", "2"], output=tmp_path / "said.txt") as process:
-        # a lock names its process; and whoever is left has most of its 300 updates to go
-        wait_until(lambda: len({path.read_text() for path in run.glob("locks/*/.lock")}) == 2, process, "both workers had a training")
+    with Forked(alone_with_forks, [*argv, "--jobs", "2"], output=tmp_path / "said.txt") as process:
+        wait_until(lambda: len(workers(run)) == 2, process, "both workers had a training")  # whoever is left has most of its 300 updates to go
         wait_until(lambda: log_of(run / "cells", "train"), process, "an update")
-        os.kill(workers(process.pid)[0], signal.SIGKILL)
+        os.kill(min(workers(run)), signal.SIGKILL)
         assert process.wait(120) == 1
     told = (tmp_path / "said.txt").read_text()
     assert told == "noiseclock: a worker ended with status -9, perhaps for want of memory; run the same command again to go on\n"
@@ -332,7 +338,7 @@ def test_a_lost_worker_ends_the_comparison_at_once_and_the_next_one_goes_on(tmp_
 def test_a_signal_ends_all_workers_with_checkpoints(number, status, message, tmp_path):
     run = tmp_path / "run"
     options = ["--samplers", "uniform", "min-snr", "--seeds", "1", "--every", "3000", "--jobs", "2"]
-    with Forked(alone, comparison(run, *options, settings=replace(TINY, updates=3000)), output=tmp_path / "said.txt") as process:
+    with Forked(alone_with_forks, comparison(run, *options, settings=replace(TINY, updates=3000)), output=tmp_path / "said.txt") as process:
         wait_until(lambda: len(list(run.glob("cells/*/log.jsonl"))) == 2 and log_of(run / "cells", "train") > 4, process, "updates of both")
         os.kill(process.pid, number)
         os.killpg(process.pid, number)  # as `timeout` does
