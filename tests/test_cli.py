@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import runpy
 import select
 import time
 from dataclasses import replace
@@ -59,6 +60,14 @@ def test_help_names_every_command(capsys):
     assert all(f"noiseclock {command} " in shown for command in cli.COMMANDS)
     assert said(capsys, status=2) == ""  # what to do is on the standard output
     assert said(capsys, "--version") == f"noiseclock {version('noiseclock')}\n"
+
+
+def test_the_module_is_the_command(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["noiseclock", "recipes", "--nonsense"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("noiseclock", run_name="__main__")
+    assert end.value.code == 2
+    assert "--nonsense" in capsys.readouterr().err
 
 
 def test_help_of_training_names_every_setting(capsys):
