@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,15 @@ def test_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(TypeError, match="not JSON serializable"):
         write_json(path, {"path": Path()})
     assert strictly(path.read_text())["lr"] == 1e-4
+
+
+def test_many_may_write_the_same_json(tmp_path):
+    """As the workers of a comparison do. With one name for all unfinished files, one took away what the other was about to put in place."""
+    path = tmp_path / "compare.json"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: write_json(path, {"writer": i}), range(200)))
+    assert set(json.loads(path.read_text())) == {"writer"}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_numbers_that_are_not_finite_keep_apart():

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Self
 
 from noiseclock.lab.errors import Failure, Mistake
@@ -100,7 +101,7 @@ def plain(value: Any) -> Any:
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
     """Write the whole file or nothing: whoever reads it, even after a crash, finds the old content or the new."""
     path = Path(path)
-    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished = path.with_name(f".{path.name}.{token_hex(4)}.tmp")  # a name of its own: the workers of a comparison all write compare.json
     text = json.dumps(plain(data), indent=2, allow_nan=False) + "\n"
     with _replacing(path, unfinished):
         unfinished.write_text(text, encoding="utf-8")
