@@ -9,18 +9,16 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 
 import numpy as np
 
 from noiseclock.lab.curves import curve
-from noiseclock.lab.results import Cell, Results, read
-from noiseclock.lab.statistics import table
+from noiseclock.lab.results import Results, read
+from noiseclock.lab.statistics import Row, Summary, summary, table
 
 PAGE = Path(__file__).with_name("results.md")
 RAW = PAGE.parent.parent / "benchmarks" / "results"
 STEPS = (5_000, 10_000, 20_000)
-LR = 0.0004
 
 
 def ruler() -> list[str]:
@@ -31,39 +29,32 @@ def ruler() -> list[str]:
 
 
 def sprint(folder: str) -> list[str]:
-    """A schedule: FID through training, and the other measures at its end, the best of each in bold."""
-    results = read(RAW / folder)
-    rows = [row(results, folder, method) for method in results.methods]
+    """A schedule: FID through training, and the other measures at its end."""
+    through = [table(read(RAW / folder, at=step), "frechet") for step in STEPS]
+    end = read(RAW / folder, at=STEPS[-1])
+    measures = [table(end, metric) for metric in ("bits", "validation", "kernel")]
+    rows = []
+    for i, last in enumerate(through[-1].rows):
+        there = last.final.n > 0
+        compared = through[-1].lines[i][4] if there and last.method != end.baseline else ""
+        values = [shown(t.rows[i].final) for t in measures]
+        rows.append(
+            [f"`{last.method}`", *(shown(t.rows[i].final) for t in through), shown(in_time(end, last)), compared, *values, str(last.final.n or "")]
+        )
     fids = [f"FID, {step // 1000}k" for step in STEPS]
-    return lines(["", *fids, "at uniform's time", "against uniform", "bits/dim", "held-out loss", "KID·10³", "seeds"], rows)
+    return lines(["", *fids, "at uniform's time", "against uniform", "bits/dim", "held-out loss", "KID", "seeds"], rows)
 
 
-def row(results: Results, folder: str, method: str) -> list[str]:
-    """A method: FID at the steps, at the time in which the baseline was done, and so on."""
-    cells = results.of(method, LR)
-    fids = [spread([value(cell, "frechet", step) for cell in cells]) for step in STEPS]
-    there = [cell for cell in cells if value(cell, "frechet", STEPS[-1]) is not None]
-    end = max((curve(cell, "frechet").seconds[-1] for cell in results.of(results.baseline, LR)), default=0)
-    in_time = [float(np.interp(end, curve(cell, "frechet").seconds, curve(cell, "frechet").value)) for cell in there]
-    last = [spread([value(cell, name, STEPS[-1]) for cell in there], scale) for name, scale in (("bits", 1), ("validation", 1), ("kernel", 1000))]
-    changes = {line[0]: line[4] for line in table(read(RAW / folder, at=STEPS[-1]), "frechet").lines}
-    compared = changes[method] if there and method != results.baseline else ""
-    return [f"`{method}`", *fids, spread(in_time), compared, *last, str(len(there) or "")]
+def in_time(results: Results, row: Row) -> Summary:
+    """The FID of a method when the baseline is done, on straight lines between evaluations, of the trainings that were."""
+    done = [curve(cell, "frechet") for cell in results.of(results.baseline, row.lr) if cell.finished]
+    mine = [curve(cell, "frechet") for cell in results.of(row.method, row.lr) if cell.finished]
+    return summary(float(np.interp(done[0].seconds[-1], c.seconds, c.value)) for c in mine)
 
 
-def value(cell: Cell, metric: str, step: int) -> float | None:
-    """Of the evaluation at a step, if there was one."""
-    return next((point[metric] for point in cell.points if point["step"] == step and metric in point), None)
-
-
-def spread(values: list[float | None], scale: float = 1) -> str:
-    """Mean, and standard deviation of several, in three digits or what the spread allows."""
-    known = [scale * v for v in values if v is not None]
-    if not known:
-        return ""
-    digits = max(0, 2 - int(np.floor(np.log10(abs(mean(known)))))) if mean(known) else 0
-    digits += mean(known) < 10  # of losses and bits, in which methods differ by less
-    return f"{mean(known):.{digits}f}" + (f" ± {stdev(known):.{digits}f}" if len(known) > 1 else "")
+def shown(values: Summary) -> str:
+    """As the report has it; nothing where there is none."""
+    return str(values) if values.n else ""
 
 
 def lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -38,7 +38,7 @@ from noiseclock.lab import analyze_figures, wording
 from noiseclock.lab.built import optimizer_for
 from noiseclock.lab.data import batches, load
 from noiseclock.lab.errors import Mistake
-from noiseclock.lab.folder import difference, write_json
+from noiseclock.lab.folder import difference, making, write_json
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.surroundings import surroundings
@@ -410,8 +410,6 @@ def _claim(folder: Path, name: str, recipe: Recipe, plan: Plan, step: int | None
             raise Mistake(f"{file} is damaged; remove it, or choose another folder") from error
         if changes := difference(*flat):
             raise Mistake(f"{folder} holds another analysis; choose another folder, or make the settings alike:\n{changes}")
-    try:
+    with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Mistake(f"cannot write into {folder} ({error.strerror}); choose a folder that can be written to") from error
     write_json(file, {**config, "made with": surroundings(torch.device(device), 1)})

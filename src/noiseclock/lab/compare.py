@@ -36,7 +36,7 @@ from noiseclock.lab.built import sampled
 from noiseclock.lab.data import head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
-from noiseclock.lab.folder import Busy, Log, difference, lock, plain, write_json
+from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
@@ -244,10 +244,8 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
         mine["baseline"] = theirs["baseline"]
     if plan.samples and pictures not in classifier.DATA:
         network_for(pictures)  # likewise: its weights may be missing, and the first evaluation comes late
-    try:
+    with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Mistake(f"cannot write into {folder} ({error.strerror}); choose a folder that can be written to") from error
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     write_json(path, {**mine, "made with": surroundings(where, 1)})
 

@@ -50,17 +50,24 @@ class Busy(Mistake):
 
 
 @contextmanager
+def making(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """A Mistake that names the folder which cannot be made or written into."""
+    try:
+        yield
+    except OSError as error:
+        raise Mistake(f"cannot write into {folder} ({error.strerror}); choose a folder that can be written to") from error
+
+
+@contextmanager
 def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Hold the folder, which is made where it is missing, for this process; a Mistake that names the other process if one holds it.
 
     The file stays behind, unlocked: to remove it could take it from under the next run.
     """
     path = Path(folder) / ".lock"
-    try:
+    with making(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = FileIO(path, "a+")
-    except OSError as error:
-        raise Mistake(f"cannot write into {folder} ({error.strerror}); choose a folder that can be written to") from error
     _open_locks.add(file)
     try:
         try:

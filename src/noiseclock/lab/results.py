@@ -114,7 +114,7 @@ def read(folder: str | Path, *, at: int | None = None) -> Results:
     if (folder / "costs.json").exists():
         costs = _costs(folder / "costs.json", cells, problems)
         cells = [_timed(cell, costs.get(cell.method)) for cell in cells]
-        config = {**config, "timed": "apart"}
+        config = {**config, "timed": True}
     if at is not None:
         cells = [_up_to(cell, at) for cell in cells]
         config = {**config, "until": at}
