@@ -175,7 +175,8 @@ def truth(bench: Bench, samples: int) -> Any:
 
     @torch.no_grad()
     def target() -> float:
-        return float(torch.cat([bench.losses(*part) for part in zip(x0.split(256), time.split(256), noise.split(256), strict=True)]).double().mean())
+        parts = zip(*(t.split(bench.batch) for t in (x0, time, noise)), strict=True)
+        return float(torch.cat([bench.losses(*part) for part in parts]).double().mean())
 
     def slope(step: list[Tensor], length: float) -> float:
         eta = length * size / float(nn.utils.get_total_norm(step))
