@@ -5,6 +5,7 @@ import math
 import runpy
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,11 @@ import pytest
 import scipy.stats
 import torch
 
-from small_runs import UNET, trained
+from noiseclock.lab.compare import Plan, compare
+from noiseclock.lab.folder import lock, plain
+from noiseclock.lab.recipes import completed
+from noiseclock.lab.results import OF_THE_CELL, read
+from small_runs import TINY, UNET, trained
 
 ROOT = Path(__file__).parents[1] / "benchmarks"
 
@@ -109,3 +114,59 @@ def test_the_page_on_scaling_shows_what_the_script_prints(capsys):
     # a probe by hand: 2·3 forwards, and 2·ceil(125/32) for the 125 of 1000 times that each of 8 ranks with 32 images has
     assert script["adaptive"](script["nc"].Adaptive(), 256, 8) == 14
     assert script["adaptive"](script["nc"].Adaptive(), 128, 1) == pytest.approx(21.6, abs=0.05)
+
+
+def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_known(tmp_path, capsys):
+    script = runpy.run_path(str(ROOT / "cifar10.py"))
+    changes = {name: value for name, value in TINY.settings().items() if name not in ("seed", "lr", "updates", "sampler")}
+    part = partial(script["Part"], recipe="digits", changes={**changes, "updates": 4, "precision": "fp32"}, lrs=(0.001,), every=2, samples=0)
+    first, second = part("a", ("uniform", "min-snr"), until=2), part("b", ("uniform",), seeds=(0, 1), until=4)
+    here, known = tmp_path / "here", tmp_path / "known"
+    done = known / "b" / "cells" / second.plan().cells()[1].slug
+    done.mkdir(parents=True)
+    (done / "points.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
+
+    def todo(queue):
+        return [(part.name, cell.method, cell.seed) for part, _, cell in script["left"](queue, here, known)]
+
+    assert todo([first, second]) == [("a", "uniform", 0), ("a", "min-snr", 0), ("b", "uniform", 0)]
+    assert script["take"]([first, second], here, known, set(), "cpu")
+    assert todo([first, second]) == [("a", "min-snr", 0), ("b", "uniform", 0)]
+    with lock(here / "a" / "locks" / first.plan().cells()[1].slug):  # as another job would
+        script["work"]([first, second], here, known, 1, "cpu")
+    assert todo([first, second]) == [("a", "min-snr", 0)]
+    script["work"]([replace(first, until=4), second], here, known, 1, "cpu")
+    steps = [[point["step"] for point in cell.points] for cell in read(here / "a").cells]
+    assert steps == [[2, 4], [2, 4]]
+    assert [(cell.method, cell.seed, cell.finished) for cell in read(here / "b").cells] == [("uniform", 0, True)]
+    printed = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
+    assert [words[1] for words in printed if words[-1] == "begins"] == ["uniform", "uniform", "uniform", "min-snr"]
+
+
+def test_the_queue_on_cifar10_can_be_trained_as_it_is_written(capsys, tmp_path):
+    script = runpy.run_path(str(ROOT / "cifar10.py"))
+    script["main"]([str(tmp_path), "--list", "--results", str(tmp_path)])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(set(printed)) == sum(len(part.plan().cells()) for part in script["QUEUE"])
+    for part in script["QUEUE"]:
+        assert part.until % part.every == 0
+        if (compared := ROOT / "results" / part.name / "compare.json").exists():  # the settings of what is there, so that results can be merged
+            theirs, mine = completed(json.loads(compared.read_text())["settings"]), plain(part.plan().config()["settings"])
+            assert {name for name in mine if mine[name] != theirs[name]} <= set(OF_THE_CELL), part.name
+
+
+def test_solvers_are_measured_on_the_models_of_a_comparison(tmp_path, capsys):
+    plan = Plan("digits", replace(TINY, updates=2), ("uniform", "min-snr"), (0,), (0.001,), 2, 0, 0)
+    list(compare(plan, tmp_path / "models", device="cpu"))
+    script, out = runpy.run_path(str(ROOT / "solvers.py")), tmp_path / "solvers.json"
+    words = [str(tmp_path / "models"), "--samples", "8", "--device", "cpu", "--out", str(out)]
+    script["main"]([*words, "--methods", "uniform", "--solvers", "ddim:2"])
+    first = json.loads(out.read_text())["rows"]
+    script["main"]([*words, "--solvers", "ddim:2", "dpm++:3:6"])
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[0] == first[0]  # as it was
+    assert [(row["method"], row["solver"], row["steps"], row["samples"]) for row in rows] == [
+        ("uniform", "ddim", 2, 8), ("uniform", "dpm++", 3, 6), ("min-snr", "ddim", 2, 8), ("min-snr", "dpm++", 3, 6),
+    ]  # fmt: skip
+    assert len({row["frechet"] for row in rows}) == 4
+    assert f"{rows[3]['frechet']:.2f}" in capsys.readouterr().out.splitlines()[-1]

@@ -1,0 +1,175 @@
+"""The trainings of docs/results.md, as one queue that any stretch of machine time takes further.
+
+    python benchmarks/cifar10.py runs/cifar10 --jobs 4 --minutes 25     # on a GPU; the same line again goes on
+    python benchmarks/cifar10.py runs/cifar10 --list                    # what is left, in its order
+
+A job takes the first training that no other is at, of whichever comparison, so that none waits for the last of one. What was begun in the folder goes
+on; what `benchmarks/results` holds already is left alone, because results move between machines more easily than weights do. Afterwards
+
+    noiseclock compare --merge benchmarks/results/cifar10-sprint-20k --parts runs/cifar10/cifar10-sprint-20k
+    python docs/results.py
+
+puts them beside the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noiseclock.lab import compare
+from noiseclock.lab.errors import Failure
+from noiseclock.lab.folder import Busy, lock
+from noiseclock.lab.recipes import recipe
+
+RESULTS = Path(__file__).with_name("results")
+OURS = ("uniform", "variance-optimal", "min-snr", "variance-optimal+min-snr")
+PAPERS = ("p2", "log-normal", "speed+change-aware", "adaptive.paper")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some trainings of a comparison, up to an update."""
+
+    name: str
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...] = (0,)
+    lrs: tuple[float, ...] = (0.0004,)
+    until: int = 20_000
+    recipe: str = "cifar10-sprint"
+    changes: dict[str, Any] = field(default_factory=dict)
+    every: int = 5_000
+    samples: int = 10_000
+
+    def plan(self) -> compare.Plan:
+        """The comparison that they belong to."""
+        base = replace(recipe(self.recipe), **self.changes)
+        return compare.Plan(self.recipe, base, self.methods, self.seeds, self.lrs, self.every, self.samples)
+
+
+LINEAR, COSINE, QUADRATIC = "cifar10-sprint-20k", "cifar10-sprint-cosine", "cifar10-sprint-quadratic"
+BRIEF = {"updates": 20_000, "warmup": 500, "ema": 0.999}
+CONTINUOUS = {**BRIEF, "channels": 64, "batch": 128}
+PROBED = ("adaptive", "adaptive+min-snr", "lookahead", "lookahead:target=min-snr+min-snr")
+
+QUEUE = [  # by what they decide
+    # each method at its best of three learning rates
+    Part("cifar10-sprint-5k", (*PROBED, "variance-optimal+min-snr"), lrs=(0.0002,), until=5_000, changes={"updates": 5_000}),
+    Part(LINEAR, PROBED, lrs=(0.0008,), until=5_000),
+    # a third seed of the leaders, and with it the models that solvers are tried on
+    Part(LINEAR, OURS[:2], seeds=(2,)),
+    Part(LINEAR, PAPERS[2:]),
+    # three schedules
+    Part(LINEAR, PAPERS[:2]),
+    Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
+    Part(QUADRATIC, OURS + PAPERS, changes={"schedule": "quadratic"}),
+    # the paper's own network
+    Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
+    # what else was proposed
+    Part(LINEAR, ("gradient-variance", "loss-history", "adaptive", "adaptive.released", "adaptive+min-snr", "speed", "change-aware")),
+    Part(LINEAR, OURS[2:], seeds=(2,)),
+    # ablations: how many losses a reward is made of, and how they are chosen; SpeeD's three settings
+    Part(LINEAR, tuple(f"adaptive.paper:{option}" for option in ("count=1", "count=10", "select=greedy", "select=all,stride=25")), until=5_000),
+    Part(LINEAR, tuple(f"speed:k={k}+change-aware" for k in (1, 10, 25)), until=5_000),
+    Part(LINEAR, tuple(f"speed+change-aware:lam={lam}" for lam in (0.5, 0.8, 1.0)), until=5_000),
+    Part(LINEAR, tuple(f"speed:tau={tau}+change-aware" for tau in (500, 800)), until=5_000),
+    # continuous time
+    Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive"), until=10_000, recipe="cifar10-edm", changes=CONTINUOUS),
+    Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive"), until=10_000, recipe="cifar10-flow", changes=CONTINUOUS),
+]
+
+
+def left(queue: list[Part], folder: Path, results: Path) -> Iterator[tuple[Part, compare.Plan, compare.Cell]]:
+    """What is not done, neither here nor in the results."""
+    for part in queue:
+        plan = part.plan()
+        for cell in plan.cells():
+            if max(reached(root / part.name / "cells" / cell.slug) for root in (folder, results)) < part.until:
+                yield part, plan, cell
+
+
+def reached(cell: Path) -> int:
+    """The last update at which it was evaluated."""
+    path = cell / "points.jsonl"
+    return max((json.loads(line)["step"] for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+
+
+def work(queue: list[Part], folder: Path, results: Path, threads: int, device: str | None = None) -> None:
+    """One job: the first that nobody is at, until nothing is left."""
+    torch.set_num_threads(threads)
+    failed: set[str] = set()
+    while take(queue, folder, results, failed, device):
+        pass
+
+
+def take(queue: list[Part], folder: Path, results: Path, failed: set[str], device: str | None) -> bool:
+    """Whether there was one to be trained."""
+    for part, plan, cell in left(queue, folder, results):
+        here = folder / part.name
+        if f"{part.name} {cell.slug}" in failed:
+            continue
+        try:
+            with lock(here / "locks" / cell.slug):
+                if reached(here / "cells" / cell.slug) >= part.until:  # by another job, a moment ago
+                    continue
+                with lock(folder / "locks" / "begin"):
+                    compare.begin(plan, here, device)
+                told(part, cell, "begins")
+                for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until):
+                    if event.point is not None:
+                        told(
+                            part,
+                            cell,
+                            *(f"{name} {event.point[name]:.5g}" for name in ("step", "validation", "bits", "frechet") if name in event.point),
+                        )
+        except Busy:
+            continue
+        except Failure as error:  # a method that diverges is a result
+            failed.add(f"{part.name} {cell.slug}")
+            told(part, cell, str(error))
+        return True
+    return False
+
+
+def told(part: Part, cell: compare.Cell, *words: str) -> None:
+    """A line, with the time."""
+    print(time.strftime("%H:%M:%S"), part.name, *cell, *words, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Work, or tell what is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="one folder of results for each comparison comes into it")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="what is done already")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time; on one GPU under NVIDIA's multi-process service")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then save and stop")
+    parser.add_argument("--list", action="store_true", help="what is left, and nothing else")
+    args = parser.parse_args(argv)
+    if args.list:
+        for part, _, cell in left(QUEUE, args.folder, args.results):
+            print(part.name, *cell, f"to {part.until:,}")
+        return
+    end = time.monotonic() + 60 * args.minutes
+    context = multiprocessing.get_context("spawn")
+    threads = max((os.cpu_count() or 1) // args.jobs, 1)
+    jobs = [context.Process(target=work, args=(QUEUE, args.folder, args.results, threads)) for _ in range(args.jobs)]
+    for job in jobs:
+        job.start()
+    while any(job.is_alive() for job in jobs) and time.monotonic() < end:
+        time.sleep(1)
+    for job in jobs:
+        job.terminate()  # it saves, and stops
+        job.join()
+
+
+if __name__ == "__main__":
+    main()
