@@ -14,7 +14,6 @@ import noiseclock.lab.train as lab_train
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
-from noiseclock.lab import wording
 from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
@@ -65,7 +64,8 @@ def test_a_method_is_a_sampler_a_weighting_or_both(text, sampler, weighting, cor
 
 def test_variants_of_the_adaptive_sampler_are_those_of_python():
     for name in ("paper", "released", "cheap"):
-        assert repr(wording.sampler(applied(f"adaptive.{name}", Recipe()).sampler)) == repr(getattr(Adaptive, name)())
+        for recipe in (applied(f"adaptive.{name}", Recipe()), Recipe(sampler=f"adaptive.{name}")):
+            assert repr(recipe.clock().sampler) == repr(getattr(Adaptive, name)())
 
 
 def test_log_normal_is_what_the_papers_on_a_schedule_mean_by_it():
