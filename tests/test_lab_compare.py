@@ -104,11 +104,25 @@ def test_a_method_that_does_not_exist_is_named(text, message):
         ({"seeds": (0, 0)}, "seeds of a comparison must differ"),
         ({"every": 3}, "do not end with the last of 4"),
         ({"methods": ("uniform", "unifrom")}, "did you mean uniform"),
+        ({"methods": ("lsm", "loss-second-moment")}, "lsm and loss-second-moment are the same method; name it once, as lsm"),
+        ({"methods": ("uniform", "constant")}, "uniform and constant are the same method"),
+        ({"methods": ("speed:k=3,tau=5", "speed:tau=5,k=3.0")}, "are the same method"),
+        ({"methods": ("min-snr", "p2", "uniform+min-snr:gamma=5@none")}, "min-snr and .* are the same method"),
+        ({"methods": ("adaptive.paper", "adaptive:floor=0.001,variant=paper")}, "are the same method"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
     with pytest.raises(Mistake, match=message):
         plan(**changes)
+
+
+def test_a_method_that_joins_in_other_words_is_refused(tmp_path):
+    begin(plan(methods=("uniform", "lsm")), tmp_path, "cpu")
+    before = (tmp_path / "compare.json").read_bytes()
+    with pytest.raises(Mistake, match="lsm and loss-second-moment@importance are the same method; name it once, as lsm"):
+        begin(plan(methods=("uniform", "loss-second-moment@importance")), tmp_path, "cpu")
+    assert (tmp_path / "compare.json").read_bytes() == before
+    begin(plan(methods=("uniform", "loss-second-moment@none")), tmp_path, "cpu")
 
 
 def test_missing_inception_weights_are_said_before_anything_is_trained(tmp_path, monkeypatch):
@@ -164,8 +178,8 @@ def test_a_comparison_from_beginning_to_end(tmp_path):
 
 
 def test_cells_of_one_seed_start_alike_and_see_the_same_images(tmp_path):
-    """Uniform under another name must train to the very same weights; another seed must not."""
-    same = plan(methods=("uniform", "uniform@none"), samples=0, vlb_images=0)
+    """Uniform with a correction of 1 must train to the very same weights; another seed must not."""
+    same = plan(methods=("uniform", "uniform@importance"), samples=0, vlb_images=0)
     finished(compare(same, tmp_path, device="cpu"))
     states = {cell: state_of(tmp_path / "cells" / cell.slug) for cell in same.cells()}
     for seed in (0, 1):
@@ -226,17 +240,17 @@ def test_shards_run_every_cell_once_and_merge(tmp_path):
     parts = [tmp_path / "a", tmp_path / "b"]
     ran = [list(finished(compare(small, part, shard=(i, 2), device="cpu"))) for i, part in enumerate(parts)]
     assert sorted(ran[0] + ran[1]) == sorted(small.cells())
-    assert merge(tmp_path / "all", parts) == 4
-    assert merge(tmp_path / "all", parts) == 0  # again changes nothing
+    assert merge(small, tmp_path / "all", parts) == 4
+    assert merge(small, tmp_path / "all", parts) == 0  # again changes nothing
     found = read(tmp_path / "all")
     assert found.problems == []
     assert len(found.cells) == 4
     other = plan(samples=0, vlb_images=9)
     list(compare(other, tmp_path / "c", shard=(3, 4), device="cpu"))
-    with pytest.raises(Mistake, match="not of the same comparison"):
-        merge(tmp_path / "all", [tmp_path / "c"])
+    with pytest.raises(Mistake, match="c holds another comparison"):
+        merge(small, tmp_path / "all", [tmp_path / "c"])
     with pytest.raises(Mistake, match="holds no comparison"):
-        merge(tmp_path / "all", [tmp_path / "nothing"])
+        merge(small, tmp_path / "all", [tmp_path / "nothing"])
 
 
 def test_workers_share_the_cells(tmp_path, monkeypatch):
