@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -224,6 +225,18 @@ def test_a_damaged_log_is_read_as_far_as_it_goes_and_a_lost_one_costs_its_cell_a
         else:
             assert failures == []
             assert (cell / "points.jsonl").read_bytes() == points
+
+
+def test_an_evaluation_whose_checkpoint_is_lost_is_made_again_and_counts_once(tmp_path):
+    small = plan(methods=("uniform",), seeds=(0,), samples=0, vlb_images=0)
+    finished(compare(small, tmp_path, device="cpu"))
+    (cell,) = (tmp_path / "cells").iterdir()
+    before = points(tmp_path)
+    (cell / "finished.json").unlink()
+    shutil.rmtree(cell / "checkpoints" / "step-00000004")
+    finished(compare(small, tmp_path, device="cpu"))
+    assert [json.loads(line)["step"] for line in (cell / "points.jsonl").read_text().splitlines()] == [2, 4]
+    assert points(tmp_path) == before
 
 
 def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):
