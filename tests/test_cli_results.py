@@ -204,7 +204,7 @@ MISTAKES = {
     "compare digits --out /dev/null/results": "noiseclock: cannot write into /dev/null/results (Not a directory); choose a folder that can be",
     "report": "Missing from noiseclock report: RESULTS",
     "report nowhere": "noiseclock: there is no folder nowhere; give the one that `noiseclock compare` has written\n",
-    "report . --at 5": "noiseclock: no training in . was evaluated at update 5\n",
+    "report .": "noiseclock: . holds no comparison; give the folder that `noiseclock compare` has written, and look at a single training with",
     "report . --format pdf": "noiseclock: unknown format 'pdf'; known: html, markdown, png\n",
     "analyze digts": "noiseclock: unknown recipe 'digts' (did you mean digits?)",
     "analyze digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
@@ -468,10 +468,15 @@ def test_reports_go_where_they_are_asked_for(done, capsys, tmp_path):
     figures = list((tmp_path / "figures").glob("*.png"))
     assert figures
     assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
-    # of a folder without results that is what is said
-    (tmp_path / "empty").mkdir()
-    assert said(capsys, "report", "empty") == "written to empty/report.html\n"
-    assert "compare.json is missing" in (tmp_path / "empty" / "report.html").read_text()
+    assert said(capsys, "report", str(folder), "--at", "5", status=2) == f"noiseclock: no training in {folder} was evaluated at update 5\n"
+
+
+def test_a_report_is_not_of_a_single_training(done, capsys, tmp_path):
+    training = shutil.copytree(next((done[0] / "cells").iterdir()), tmp_path / "training")
+    before = content(training)
+    told = said(capsys, "report", "training", status=2)
+    assert told.startswith("noiseclock: training holds no comparison; give the folder that `noiseclock compare` has written, and look at a single ")
+    assert content(training) == before
 
 
 def test_an_analysis_tells_what_it_measures_and_where_its_figures_are(capsys, tmp_path, monkeypatch):
