@@ -283,7 +283,8 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
         if due and reached not in _lines(folder / "points.jsonl"):  # stopped between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
         with closing(train(recipe, folder, device=device)) as updates:
-            for record in updates if reached < until else ():
+            # of one that has come to its end, what it had no time to draw
+            for record in updates if reached < until or reached == plan.base.updates else ():
                 yield Event(cell, record)
                 if record.step % plan.every == 0:
                     yield Event(cell, record, evaluate(plan, folder, record.step, points, where))
