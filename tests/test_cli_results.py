@@ -198,7 +198,7 @@ MISTAKES = {
     "compare digits --vlb-images -1": "noiseclock: vlb_images must not be negative, got -1\n",
     "compare digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
     "compare digits --lrr 3": "Perhaps you meant: --lr FLOAT",
-    "compare digits --batch 10 --accumulate 3": "a batch of 10 cannot be split into 3 equal micro-batches",
+    "compare digits --batch 10 --accumulate 3": "noiseclock: a batch of 10 cannot be split into 3 equal micro-batches\n",
     "compare digits --merge nowhere": "noiseclock: nowhere holds no comparison: there is no compare.json\n",
     "compare digits --out /dev/null": "noiseclock: cannot write into /dev/null (File exists); choose a folder that can be written to\n",
     "compare digits --out /dev/null/results": "noiseclock: cannot write into /dev/null/results (Not a directory); choose a folder that can be",

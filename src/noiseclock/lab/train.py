@@ -180,7 +180,7 @@ class Run:
         if config.exists():
             try:
                 self._refuse_other(json.loads(config.read_text())["settings"])
-            except (KeyError, TypeError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:  # not ValueError, which a Mistake is
+            except (KeyError, TypeError, OSError, ValueError) as error:
                 raise Mistake(f"{config} is damaged; remove it, or choose another folder") from error
         if checkpoint.steps(self.folder):
             with checkpoint.reading(self.folder, lazy=("model", "ema", "optimizer")) as (self.step, state):
