@@ -378,3 +378,26 @@ def test_an_exported_run_is_a_pipeline_that_samples(capsys, run, dit, tmp_path):
     with torch.no_grad():
         assert torch.equal(pipeline.unet(x, t).sample, found.net(x, t))
     assert "only U-Nets are exported" in said(capsys, "export", str(dit), "other", status=2)
+
+
+def test_a_model_of_pictures_that_are_gone_is_sampled_and_exported(capsys, tmp_path, monkeypatch):
+    pixels = load("digits").pixels
+    for i in range(20):
+        (tmp_path / f"pictures/{i % 2}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[i, 0].numpy()).save(tmp_path / f"pictures/{i % 2}/{i}.png")
+    of_classes = replace(TINY, data="folder:pictures", conditional=True, updates=1)
+    trained(of_classes, tmp_path / "run")
+    trained(replace(UNET, data="folder:pictures", updates=1), tmp_path / "unet")
+    with monkeypatch.context() as patch:
+        patch.setattr(lab_train, "outlined", lambda data: None)  # as checkpoints were
+        trained(of_classes, tmp_path / "old")
+    said(capsys, "sample", "run", "--count", "4", "--out", "there.npz")
+    (tmp_path / "pictures").rename(tmp_path / "away")
+    said(capsys, "sample", "run", "--count", "4", "--out", "gone.npz")
+    there, gone = (np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("there", "gone"))
+    assert np.array_equal(there, gone)
+    said(capsys, "export", "unet", "pipeline")
+    assert (tmp_path / "pipeline" / "unet").is_dir()
+    # those who look at the pictures themselves still need them, and so do old checkpoints
+    for command in ("evaluate run", "sample old"):
+        assert said(capsys, *command.split(), status=2).startswith("noiseclock: there is no folder pictures; ")

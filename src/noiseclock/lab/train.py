@@ -38,7 +38,7 @@ from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
-from noiseclock.lab.data import batches, head
+from noiseclock.lab.data import batches, head, outlined
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json, writing
@@ -200,13 +200,12 @@ class Run:
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs; the same on every rank, but for the parts of what is spread over them."""
         mine = {"clock": self.clock.state_dict(), "random": random_state(self.device)}
-        ranks: list[Any] = [None] * self.world
+        ranks: list[Any] = [mine] * self.world
         if self.world > 1:
             dist.all_gather_object(ranks, mine)
-        else:
-            ranks = [mine]
         return {
             "settings": self.recipe.settings(),
+            "data": outlined(self.data),
             "model": dict(self.net.state_dict()),
             "ema": self.ema.state_dict(),
             "optimizer": {"state": moments(self.optimizer, self._named)},
