@@ -88,20 +88,20 @@ def test_every_command_has_help(capsys, command):
 MISTAKES = {
     "trian digits": "noiseclock: unknown command 'trian' (did you mean train?); known: train, sample, evaluate,",
     "train": "noiseclock: noiseclock train needs a recipe. `noiseclock recipes` lists the recipes",
-    "train --lr 3": "needs a recipe",
+    "train --lr 3": "noiseclock: noiseclock train needs a recipe",
     "train digts": "noiseclock: unknown recipe 'digts' (did you mean digits?); known: digits, mnist,",
     "train celebahq-ldm": "noiseclock: there are no latents in data/celebahq-latents: it has no index.json; make them with noiseclock encode\n",
     "train digits --lrr 3": "Perhaps you meant: --lr FLOAT",
     "train digits --smapler adaptive": "Perhaps you meant: --sampler STR",
     "train digits --lr abc": "Error parsing --lr: could not convert string to float: 'abc'",
-    "train digits --lr -1": "lr must be positive, got -1.0",
-    "train digits --batch 10 --accumulate 3": "a batch of 10 cannot be split into 3 equal micro-batches",
-    "train digits --sampler speed:q=3": "sampler 'speed' takes no option 'q'; allowed: k, tau, variant, schedule",
-    "train digits --sampler adaptve": "unknown sampler 'adaptve' (did you mean adaptive?)",
-    "train digits --schedule flow": "is continuous and has no steps; set steps to None",
-    "train digits --solver magic": "unknown solver 'magic'; known: ddpm, ddim, euler, heun, dpm++",
+    "train digits --lr -1": "noiseclock: lr must be positive, got -1.0\n",
+    "train digits --batch 10 --accumulate 3": "noiseclock: a batch of 10 cannot be split into 3 equal micro-batches\n",
+    "train digits --sampler speed:q=3": "noiseclock: sampler 'speed:q=3': sampler 'speed' takes no option 'q'; allowed: k, tau, variant, schedule\n",
+    "train digits --sampler adaptve": "noiseclock: unknown sampler 'adaptve' (did you mean adaptive?)",
+    "train digits --schedule flow": "noiseclock: the schedule 'flow' is continuous and has no steps; set steps to None\n",
+    "train digits --solver magic": "noiseclock: unknown solver 'magic'; known: ddpm, ddim, euler, heun, dpm++",
     "train digits --data digit --dry-run": "noiseclock: unknown data 'digit' (did you mean digits?)",
-    "train digits --data folder:nowhere": "nowhere",
+    "train digits --data folder:nowhere": "noiseclock: there is no folder nowhere; ",
     "train digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
     "train digits --attention 5 --dry-run": "noiseclock: attention at height 5 never happens; this U-Net works at heights 8, 4\n",
     "train digits --track nothing": "noiseclock: the tracker 'nothing' is not installed",
@@ -115,7 +115,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES.items(), ids=MISTAKES)
 def test_a_mistake_is_named_and_ends_with_2(capsys, tmp_path, command, message):
-    assert message.strip() in unframed(said(capsys, *command.split(), status=2))
+    told = said(capsys, *command.split(), status=2)
+    assert message.strip() in unframed(told)
+    assert told.startswith("noiseclock: ") == message.startswith("noiseclock: ")  # in a frame are tyro's own, about options alone
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
 
 
@@ -376,3 +378,26 @@ def test_an_exported_run_is_a_pipeline_that_samples(capsys, run, dit, tmp_path):
     with torch.no_grad():
         assert torch.equal(pipeline.unet(x, t).sample, found.net(x, t))
     assert "only U-Nets are exported" in said(capsys, "export", str(dit), "other", status=2)
+
+
+def test_a_model_of_pictures_that_are_gone_is_sampled_and_exported(capsys, tmp_path, monkeypatch):
+    pixels = load("digits").pixels
+    for i in range(20):
+        (tmp_path / f"pictures/{i % 2}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[i, 0].numpy()).save(tmp_path / f"pictures/{i % 2}/{i}.png")
+    of_classes = replace(TINY, data="folder:pictures", conditional=True, updates=1)
+    trained(of_classes, tmp_path / "run")
+    trained(replace(UNET, data="folder:pictures", updates=1), tmp_path / "unet")
+    with monkeypatch.context() as patch:
+        patch.setattr(lab_train, "outlined", lambda data: None)  # as checkpoints were
+        trained(of_classes, tmp_path / "old")
+    said(capsys, "sample", "run", "--count", "4", "--out", "there.npz")
+    (tmp_path / "pictures").rename(tmp_path / "away")
+    said(capsys, "sample", "run", "--count", "4", "--out", "gone.npz")
+    there, gone = (np.load(tmp_path / f"{name}.npz")["arr_0"] for name in ("there", "gone"))
+    assert np.array_equal(there, gone)
+    said(capsys, "export", "unet", "pipeline")
+    assert (tmp_path / "pipeline" / "unet").is_dir()
+    # those who look at the pictures themselves still need them, and so do old checkpoints
+    for command in ("evaluate run", "sample old"):
+        assert said(capsys, *command.split(), status=2).startswith("noiseclock: there is no folder pictures; ")

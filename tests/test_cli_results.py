@@ -28,7 +28,7 @@ from small_runs import TINY, comparison, content, differing, lines, points, said
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
-METHODS = ("uniform", "uniform+constant", "min-snr")  # the second is the first under another name
+METHODS = ("uniform", "uniform@importance", "min-snr")  # the second is the first, with a correction of 1
 SAMPLERS = ("--samplers", *METHODS)
 # what `comparison` plans
 BASE = replace(TINY, updates=4, **{name: getattr(recipe("digits"), name) for name in cli_results.REPLACED})
@@ -91,12 +91,12 @@ def test_a_finished_comparison_is_only_shown_again(done, capsys, monkeypatch):
     assert content(folder / "cells") == before
 
 
-def test_one_method_under_two_names_does_not_differ(done):
+def test_two_methods_that_train_alike_do_not_differ(done):
     folder, shown = done
-    row = next(row for row in statistics.table(read(folder), "validation").rows if row.method == "uniform+constant")
+    row = next(row for row in statistics.table(read(folder), "validation").rows if row.method == "uniform@importance")
     assert row.difference is not None
     assert (row.difference.mean, row.difference.corrected, row.verdict) == (0.0, 1.0, "no significant difference")
-    assert re.search(r"^ *uniform\+constant .* \+0\.0 % \(\+0\.0 to \+0\.0\) +no significant difference ", shown, re.MULTILINE)
+    assert re.search(r"^ *uniform@importance .* \+0\.0 % \(\+0\.0 to \+0\.0\) +no significant difference ", shown, re.MULTILINE)
     # two trainings, not one that was counted twice
     assert len(list((folder / "cells").glob("uniform*--seed-0/checkpoints"))) == 2
 
@@ -120,7 +120,7 @@ def test_a_folder_merged_with_itself_loses_nothing(capsys, tmp_path):
         if event.record and event.record.step == 3:
             break  # not finished: a finished training would be left alone anyway
     before = content(tmp_path / "run")
-    assert lab_compare.merge(tmp_path / "run", [tmp_path / "run"]) == 0
+    assert lab_compare.merge(SMALL, tmp_path / "run", [tmp_path / "run"]) == 0
     assert content(tmp_path / "run") == before
 
 
@@ -198,13 +198,13 @@ MISTAKES = {
     "compare digits --vlb-images -1": "noiseclock: vlb_images must not be negative, got -1\n",
     "compare digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
     "compare digits --lrr 3": "Perhaps you meant: --lr FLOAT",
-    "compare digits --batch 10 --accumulate 3": "a batch of 10 cannot be split into 3 equal micro-batches",
+    "compare digits --batch 10 --accumulate 3": "noiseclock: a batch of 10 cannot be split into 3 equal micro-batches\n",
     "compare digits --merge nowhere": "noiseclock: nowhere holds no comparison: there is no compare.json\n",
     "compare digits --out /dev/null": "noiseclock: cannot write into /dev/null (File exists); choose a folder that can be written to\n",
     "compare digits --out /dev/null/results": "noiseclock: cannot write into /dev/null/results (Not a directory); choose a folder that can be",
     "report": "Missing from noiseclock report: RESULTS",
     "report nowhere": "noiseclock: there is no folder nowhere; give the one that `noiseclock compare` has written\n",
-    "report . --at 5": "noiseclock: no training in . was evaluated at update 5\n",
+    "report .": "noiseclock: . holds no comparison; give the folder that `noiseclock compare` has written, and look at a single training with",
     "report . --format pdf": "noiseclock: unknown format 'pdf'; known: html, markdown, png\n",
     "analyze digts": "noiseclock: unknown recipe 'digts' (did you mean digits?)",
     "analyze digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
@@ -257,8 +257,22 @@ def test_another_comparison_is_not_merged(done, capsys, tmp_path):
     folder, _ = done
     begin(replace(SMALL, base=replace(BASE, dropout=0.1)), tmp_path / "other", "cpu")
     told = said(capsys, *comparison(tmp_path / "new", *SAMPLERS, "--merge", str(folder), "other"), status=2)
-    assert told == f"noiseclock: other is not of the same comparison as {folder}:\ndropout: 0.0 here, 0.1 in other\n"
+    other = "noiseclock: other holds another comparison; choose another folder, or make the settings alike:\n"
+    assert told == f"{other}dropout: 0.0 here, 0.1 in other\n"
     assert not (tmp_path / "new").exists()  # not even the part that would fit
+
+
+REFUSED = {
+    "uniform --dropout 0.1": "holds another comparison",
+    "uniform --until 3": "trainings can stop where they are evaluated",
+    "constant": "uniform and constant are the same method",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_nothing_is_copied_for_a_comparison_that_is_refused(done, capsys, tmp_path, line):
+    assert REFUSED[line] in said(capsys, *comparison(tmp_path / "new", "--merge", str(done[0]), "--samplers", *line.split()), status=2)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": {}}'])
@@ -398,9 +412,9 @@ def test_trainings_that_were_stopped_are_compared_there_and_the_chosen_ones_go_o
     assert said(capsys, *comparison(tmp_path / "halves", *SAMPLERS, "--until", "2")).endswith("report-2.html\n")  # nothing is left to do
     said(capsys, *comparison(tmp_path / "halves", "--samplers", "uniform", "min-snr"))
     found = {cell.method: cell for cell in read(tmp_path / "halves").cells if cell.seed == 0}
-    assert {method: cell.finished for method, cell in found.items()} == {"uniform": True, "min-snr": True, "uniform+constant": False}
+    assert {method: cell.finished for method, cell in found.items()} == {"uniform": True, "min-snr": True, "uniform@importance": False}
     for cell in (whole / "cells").iterdir():
-        if not cell.name.startswith("uniform_") and not cell.name.startswith("uniform+"):
+        if not cell.name.startswith("uniform@"):
             assert differing(state_of(tmp_path / "halves" / "cells" / cell.name), state_of(cell)) == []
     # the report says what it is of, and how to make it
     text = (tmp_path / "halves" / "report-2.html").read_text()
@@ -454,10 +468,15 @@ def test_reports_go_where_they_are_asked_for(done, capsys, tmp_path):
     figures = list((tmp_path / "figures").glob("*.png"))
     assert figures
     assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
-    # of a folder without results that is what is said
-    (tmp_path / "empty").mkdir()
-    assert said(capsys, "report", "empty") == "written to empty/report.html\n"
-    assert "compare.json is missing" in (tmp_path / "empty" / "report.html").read_text()
+    assert said(capsys, "report", str(folder), "--at", "5", status=2) == f"noiseclock: no training in {folder} was evaluated at update 5\n"
+
+
+def test_a_report_is_not_of_a_single_training(done, capsys, tmp_path):
+    training = shutil.copytree(next((done[0] / "cells").iterdir()), tmp_path / "training")
+    before = content(training)
+    told = said(capsys, "report", "training", status=2)
+    assert told.startswith("noiseclock: training holds no comparison; give the folder that `noiseclock compare` has written, and look at a single ")
+    assert content(training) == before
 
 
 def test_an_analysis_tells_what_it_measures_and_where_its_figures_are(capsys, tmp_path, monkeypatch):

@@ -231,12 +231,6 @@ def test_two_processes_share_one_density(free_port):
     assert torch.allclose(together[0][0], (alone[0] + alone[1]) / 2, rtol=1e-5)
 
 
-def test_a_batch_of_one_has_no_variance():
-    clock, optimizer = still(GradientVariance(), model := Separate())
-    with pytest.raises(ValueError, match="at least two samples"):
-        train(clock, model, optimizer, 1, data(1))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

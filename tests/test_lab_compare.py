@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -14,7 +15,6 @@ import noiseclock.lab.train as lab_train
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
-from noiseclock.lab import wording
 from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
@@ -65,7 +65,8 @@ def test_a_method_is_a_sampler_a_weighting_or_both(text, sampler, weighting, cor
 
 def test_variants_of_the_adaptive_sampler_are_those_of_python():
     for name in ("paper", "released", "cheap"):
-        assert repr(wording.sampler(applied(f"adaptive.{name}", Recipe()).sampler)) == repr(getattr(Adaptive, name)())
+        for recipe in (applied(f"adaptive.{name}", Recipe()), Recipe(sampler=f"adaptive.{name}")):
+            assert repr(recipe.clock().sampler) == repr(getattr(Adaptive, name)())
 
 
 def test_log_normal_is_what_the_papers_on_a_schedule_mean_by_it():
@@ -104,11 +105,25 @@ def test_a_method_that_does_not_exist_is_named(text, message):
         ({"seeds": (0, 0)}, "seeds of a comparison must differ"),
         ({"every": 3}, "do not end with the last of 4"),
         ({"methods": ("uniform", "unifrom")}, "did you mean uniform"),
+        ({"methods": ("lsm", "loss-second-moment")}, "lsm and loss-second-moment are the same method; name it once, as lsm"),
+        ({"methods": ("uniform", "constant")}, "uniform and constant are the same method"),
+        ({"methods": ("speed:k=3,tau=5", "speed:tau=5,k=3.0")}, "are the same method"),
+        ({"methods": ("min-snr", "p2", "uniform+min-snr:gamma=5@none")}, "min-snr and .* are the same method"),
+        ({"methods": ("adaptive.paper", "adaptive:floor=0.001,variant=paper")}, "are the same method"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):
     with pytest.raises(Mistake, match=message):
         plan(**changes)
+
+
+def test_a_method_that_joins_in_other_words_is_refused(tmp_path):
+    begin(plan(methods=("uniform", "lsm")), tmp_path, "cpu")
+    before = (tmp_path / "compare.json").read_bytes()
+    with pytest.raises(Mistake, match="lsm and loss-second-moment@importance are the same method; name it once, as lsm"):
+        begin(plan(methods=("uniform", "loss-second-moment@importance")), tmp_path, "cpu")
+    assert (tmp_path / "compare.json").read_bytes() == before
+    begin(plan(methods=("uniform", "loss-second-moment@none")), tmp_path, "cpu")
 
 
 def test_missing_inception_weights_are_said_before_anything_is_trained(tmp_path, monkeypatch):
@@ -164,8 +179,8 @@ def test_a_comparison_from_beginning_to_end(tmp_path):
 
 
 def test_cells_of_one_seed_start_alike_and_see_the_same_images(tmp_path):
-    """Uniform under another name must train to the very same weights; another seed must not."""
-    same = plan(methods=("uniform", "uniform@none"), samples=0, vlb_images=0)
+    """Uniform with a correction of 1 must train to the very same weights; another seed must not."""
+    same = plan(methods=("uniform", "uniform@importance"), samples=0, vlb_images=0)
     finished(compare(same, tmp_path, device="cpu"))
     states = {cell: state_of(tmp_path / "cells" / cell.slug) for cell in same.cells()}
     for seed in (0, 1):
@@ -212,6 +227,18 @@ def test_a_damaged_log_is_read_as_far_as_it_goes_and_a_lost_one_costs_its_cell_a
             assert (cell / "points.jsonl").read_bytes() == points
 
 
+def test_an_evaluation_whose_checkpoint_is_lost_is_made_again_and_counts_once(tmp_path):
+    small = plan(methods=("uniform",), seeds=(0,), samples=0, vlb_images=0)
+    finished(compare(small, tmp_path, device="cpu"))
+    (cell,) = (tmp_path / "cells").iterdir()
+    before = points(tmp_path)
+    (cell / "finished.json").unlink()
+    shutil.rmtree(cell / "checkpoints" / "step-00000004")
+    finished(compare(small, tmp_path, device="cpu"))
+    assert [json.loads(line)["step"] for line in (cell / "points.jsonl").read_text().splitlines()] == [2, 4]
+    assert points(tmp_path) == before
+
+
 def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):
     small = plan(samples=0, vlb_images=0)
     taken = small.cells()[1]
@@ -226,17 +253,17 @@ def test_shards_run_every_cell_once_and_merge(tmp_path):
     parts = [tmp_path / "a", tmp_path / "b"]
     ran = [list(finished(compare(small, part, shard=(i, 2), device="cpu"))) for i, part in enumerate(parts)]
     assert sorted(ran[0] + ran[1]) == sorted(small.cells())
-    assert merge(tmp_path / "all", parts) == 4
-    assert merge(tmp_path / "all", parts) == 0  # again changes nothing
+    assert merge(small, tmp_path / "all", parts) == 4
+    assert merge(small, tmp_path / "all", parts) == 0  # again changes nothing
     found = read(tmp_path / "all")
     assert found.problems == []
     assert len(found.cells) == 4
     other = plan(samples=0, vlb_images=9)
     list(compare(other, tmp_path / "c", shard=(3, 4), device="cpu"))
-    with pytest.raises(Mistake, match="not of the same comparison"):
-        merge(tmp_path / "all", [tmp_path / "c"])
+    with pytest.raises(Mistake, match="c holds another comparison"):
+        merge(small, tmp_path / "all", [tmp_path / "c"])
     with pytest.raises(Mistake, match="holds no comparison"):
-        merge(tmp_path / "all", [tmp_path / "nothing"])
+        merge(small, tmp_path / "all", [tmp_path / "nothing"])
 
 
 def test_workers_share_the_cells(tmp_path, monkeypatch):

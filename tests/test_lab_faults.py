@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import noiseclock.lab.train as lab_train
 from forked import Forked
 from noiseclock import cli
 from noiseclock.core.clock import Clock
@@ -256,6 +257,36 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, number, error):
     trained(TINY, tmp_path / "run")
     trained(TINY, tmp_path / "whole")
     assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize("moment", ["drawing", "saving"])
+def test_a_second_signal_loses_nothing_that_was_trained(tmp_path, monkeypatch, moment):
+    """Drawing, it does not wait, but the update is saved by then; saving, it waits. What was not drawn is drawn when the run goes on."""
+    settings = replace(TINY, updates=6, save_every=0, sample_every=3)
+    name, owner = ("sampled", lab_train) if moment == "drawing" else ("save", checkpoint)
+    work = getattr(owner, name)
+
+    def interrupted(*args, **options):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        return work(*args, **options)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest's workers take away
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(interrupt, "ECHO", -1.0)
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                trained(settings, tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert checkpoint.steps(tmp_path / "run")[0] == 3
+    trained(settings, tmp_path / "run")
+    trained(settings, tmp_path / "whole")
+    assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "run")) == []
+    grids = [{path.name: path.read_bytes() for path in (tmp_path / which / "samples").iterdir()} for which in ("whole", "run")]
+    assert sorted(grids[0]) == ["step-00000003.png", "step-00000006.png"]
+    assert grids[0] == grids[1]
 
 
 def test_two_runs_in_one_process_cannot_share_a_folder(tmp_path):

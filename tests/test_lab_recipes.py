@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings as how, strategies as st
 
+from noiseclock.core.adaptive import Adaptive
+from noiseclock.core.loss_based import LossSecondMoment
 from noiseclock.core.names import SAMPLERS
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.core.weightings import MinSNR, Weighting
-from noiseclock.core.wrappers import Shifted
+from noiseclock.core.wrappers import Mixture, Shifted
 from noiseclock.lab import wording
 from noiseclock.lab.built import network
 from noiseclock.lab.errors import Mistake
@@ -198,13 +200,21 @@ def test_words_make_what_they_say():
     assert wording.schedule("edm:sigma_max=10", None).steps is None
 
 
+def test_shorthands_mean_the_same_wherever_a_sampler_is_written():
+    assert wording.sampler("lsm:bins=8") == LossSecondMoment(bins=8)
+    assert wording.sampler("mixture:sampler=lsm") == Mixture(LossSecondMoment())
+    assert repr(wording.sampler("adaptive.paper:floor=0.01")) == repr(Adaptive.paper(floor=0.01))
+    with pytest.raises(Mistake, match=r"unknown sampler 'lsn' \(did you mean lsm\?\); known: .*, lsm, adaptive.paper, "):
+        wording.sampler("lsn")
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_of_the_library_can_be_named(name):
     inner = ":sampler=logit-normal" if name in ("shifted", "truncated", "mixture", "annealed") else ""
     assert isinstance(replace(recipe("digits"), sampler=name + inner).clock().sampler, SAMPLERS[name])
 
 
-known = [*SAMPLERS, *wording._WEIGHTINGS, *wording._SCHEDULES]
+known = [*SAMPLERS, *wording.SHORT, *wording._WEIGHTINGS, *wording._SCHEDULES]
 options = ["k", "tau", "variant", "sampler", "other", "weighting", "gamma", "normalize", "floor", "every", "bins", "lo", "hi", "std"]
 options += ["schedule"]
 numbers = ["0", "-1", "3", "0.5", "nan", "inf", "1e400", "true", "auto", "uniform", "min-snr", "speed", "", "a=b", "é"]

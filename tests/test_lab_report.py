@@ -257,7 +257,7 @@ def hostile(tmp_path_factory) -> tuple[Path, Path]:
 
 def test_what_is_missing_is_said_and_the_rest_shown(tmp_path):
     empty = tmp_path / "empty"
-    empty.mkdir()
+    (empty / "cells").mkdir(parents=True)
     page = Elements(report.write(empty).read_text())
     assert "There is nothing to compare" in page.words
     assert "compare.json is missing" in page.words

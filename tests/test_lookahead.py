@@ -198,9 +198,9 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"power must lie in \[0, 1\]"):
         nc.Lookahead(power=2.0)
     model, _, clock = trained_a_little("lookahead")
-    clock.probe(torch.zeros(3, 2), model)
+    clock.probe(torch.zeros(4, 2), model)
     with pytest.raises(ValueError, match="at least four samples"):
-        clock.sampler.after(clock._probe, None)
+        clock.sampler.after(clock._probe.first(3), None)
     sampler = nc.Lookahead()
     with pytest.raises(ValueError, match="Lookahead learns from a Clock"):
         sampler.after(clock._probe, None)

@@ -78,6 +78,16 @@ def test_edm_weight_is_the_published_one_in_sigma():
     assert torch.allclose(nc.EDMWeight()(EDM, time, nc.objective("edm")), torch.ones(4, dtype=torch.float64), rtol=1e-12)
 
 
+def test_edm_weight_has_the_sigma_data_of_the_objective_unless_it_is_given_one():
+    sigma = torch.tensor([0.002, 0.1, 1.0, 80.0], dtype=torch.float64)
+    time, objective = EDM.inverse(-2 * sigma.log()), nc.objective("edm", sigma_data=1.0)
+    ones = torch.ones(4, dtype=torch.float64)
+    assert torch.allclose(nc.EDMWeight()(EDM, time, objective), ones, rtol=1e-12)
+    assert torch.allclose(nc.EDMWeight(1.0)(EDM, time, objective), ones, rtol=1e-12)
+    # one that is given counts: c_out² of the objective times the weight on x0
+    assert torch.allclose(nc.EDMWeight(0.5)(EDM, time, objective), sigma**2 / (sigma**2 + 1) * (1 / sigma**2 + 4), rtol=1e-9)
+
+
 # Constant() is 1 on whatever is trained: five objectives by intention
 @pytest.mark.parametrize("weight", [w for w in WEIGHTS if w != nc.Constant()], ids=repr)
 @pytest.mark.parametrize("schedule", [LINEAR, COSINE, FLOW], ids=["linear", "cosine", "flow"])

@@ -285,7 +285,7 @@ def sample(argv: list[str]) -> int:
     pictures.form_of(out)  # its mistakes are said before, not after hours of sampling
     if out.is_dir() and any(out.iterdir()):
         raise Mistake(f"{out} is a folder with something in it; choose another --out, or empty it first")
-    run = opened(options.folder, step=options.step, device=device)
+    run = opened(options.folder, step=options.step, device=device, images=False)
     if options.encoder and not options.prompt:
         raise Mistake('--encoder is for a prompt, and there is none; give one as --prompt "a red circle"')
     from noiseclock.lab.captions import prompted
@@ -341,7 +341,7 @@ def export(argv: list[str]) -> int:
     from noiseclock.lab.latents import Latents
     from noiseclock.lab.trained import opened
 
-    run = opened(options.folder, step=options.step)
+    run = opened(options.folder, step=options.step, images=False)
     if isinstance(run.data, Latents):
         raise Mistake("diffusers has no pipeline for a model of latents that are scaled by channel; noiseclock sample gives its pictures")
     write(run.net, run.clock.schedule, run.clock.objective, options.out, run.recipe.variance)

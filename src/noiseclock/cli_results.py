@@ -93,7 +93,7 @@ def compare(argv: list[str]) -> int:
     folder = Path(options.out or f"results/{options.recipe}")
     plan, shard, device = _plan(options, base), _shard(options.shard), check_device(options.device)
     if options.merge:
-        console.print(f"{merge(folder, options.merge)} trainings joined to {folder}")
+        console.print(f"{merge(plan, folder, options.merge, until=options.until)} trainings joined to {folder}")
     events = by_workers(plan, folder, options.jobs, shard=shard, device=device, until=options.until)
     _followed(events, options.until or plan.base.updates, len(plan.cells()[shard[0] :: shard[1]]))
     return _summary(folder, options.until)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
-from noiseclock.core import names
+from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import choose, take_whole
@@ -33,6 +33,7 @@ from noiseclock.core.weightings import Constant, Weighting, weighting as make_we
 
 VERSION = 1  # of the state; raised when an older one can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
+TOO_SMALL = 20  # batches in a row that a probe may be put off for; the short last ones of epochs are fewer
 PATIENCE = 1000  # draws without an update before a sampler that counts updates says that it sees none
 
 
@@ -103,6 +104,7 @@ class Clock:
         # probes
         self._probe: Probe | None = None
         self._next_probe = 0
+        self._put_off = 0  # batches in a row
         self._batch: Batch | None = None
         self._paired = False  # does the batch belong to the probe that waits for its update?
         self._autocast: torch.dtype | None = None
@@ -312,7 +314,10 @@ class Clock:
         """Show the sampler the model before the coming update, on x0 (B, ...); `updated` shows it again.
 
         `draw` does this when a probe is due. Around a captured graph do it yourself: `if clock.due: clock.probe(x0, model)`, replay, `updated()`.
+        A batch that is too small for the sampler, as the last of an epoch may be, is left out: the probe stays due.
         """
+        if self._too_small(x0):
+            return
         modules = modules_of(predict) if self._model is None else self._model
         if not modules or (self.optimizer is not None and not self._trains(modules)):
             raise ValueError(f"cannot find the model that is trained behind predict={predict!r}; name it: clock.attach(optimizer, model=model)")
@@ -329,6 +334,20 @@ class Clock:
         self.sampler.before(self._probe)
         if self._probe.rows < rows:  # memory ran out, and would again
             self.probe_rows = self._probe.rows
+
+    def _too_small(self, x0: Tensor) -> bool:
+        least = self.sampler.least_batch
+        # the smallest of all ranks: they must decide alike
+        if least == 1 or ranks.least(len(x0), x0.device) >= least:
+            self._put_off = 0
+            return False
+        self._put_off += 1
+        if self._put_off == TOO_SMALL:
+            raise ValueError(
+                f"{type(self.sampler).__name__} needs batches of at least {least} samples on every rank to look at the model, and the last "
+                f"{TOO_SMALL} were smaller; make them larger or take another sampler"
+            )
+        return True
 
     def _trains(self, modules: list[nn.Module]) -> bool:
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}

@@ -44,6 +44,8 @@ class GradientVariance(LearnedDensity):
     every: int = 1000
     floor: float = 0.01
 
+    least_batch = 2
+
     def __post_init__(self) -> None:
         super().__post_init__()
         take_whole(self, "bins", "samples", least=2)

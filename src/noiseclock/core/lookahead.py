@@ -115,6 +115,8 @@ class Lookahead(Priced):
     warmup: int = 20
     power: float = 0.5
 
+    least_batch = 4
+
     def __post_init__(self) -> None:
         super().__post_init__()
         take_finite(self, "power")

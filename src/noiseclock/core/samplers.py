@@ -52,6 +52,7 @@ class Sampler(ABC):
     """
 
     every: int = 0  # a probe of the model is due every so many optimiser updates; 0 for never
+    least_batch: int = 1  # samples that a probe needs; a smaller batch, as the last of an epoch may be, is not probed
     stratified: bool = True  # may one batch's uniforms be spread evenly? Not where the sampler learns from batches that differ
 
     @property

@@ -249,21 +249,27 @@ class VLB(Weighting):
 
 @dataclass(frozen=True)
 class EDMWeight(Weighting):
-    """SNR + 1/σ_data² on x0: weight 1 on EDM's own target."""
+    """SNR + 1/σ_data² on x0: weight 1 on EDM's own target. σ_data is the objective's unless given; 0.5 where that has none."""
 
-    sigma_data: float = 0.5
+    sigma_data: float | None = None
 
     def __post_init__(self) -> None:
-        take_positive(self, "sigma_data")
+        if self.sigma_data is not None:
+            take_positive(self, "sigma_data")
+
+    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
+        if self.sigma_data is None and objective.name == "edm":
+            return torch.ones_like(time, dtype=wide(time.device))
+        return super().__call__(schedule, time, objective)
 
     def x0(self, z: Level) -> Tensor:
-        return z.snr + self.sigma_data**-2
+        return self.shared(z) / z.s2
 
     def eps(self, z: Level) -> Tensor:
-        return 1 + z.nsr / self.sigma_data**2
+        return self.shared(z) / z.a2
 
     def shared(self, z: Level) -> Tensor:
-        return z.a2 + z.s2 / self.sigma_data**2
+        return OBJECTIVES["edm"](self.sigma_data or 0.5).scale(z)
 
 
 @dataclass(frozen=True)

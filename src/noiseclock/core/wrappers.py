@@ -139,6 +139,10 @@ class Blend(Sampler):
         return max(part.every for part in self._parts)
 
     @property
+    def least_batch(self) -> int:  # type: ignore[override]
+        return max(part.least_batch for part in self._parts)
+
+    @property
     def stratified(self) -> bool:  # type: ignore[override]
         return all(part.stratified for part in self._parts)
 

@@ -1,22 +1,34 @@
-"""What a recipe describes, built: its network, and samples of it."""
+"""What a recipe describes, built: its data, its network, and samples of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from noiseclock.core.clock import Clock
 from noiseclock.lab.captured import CapturedForward
-from noiseclock.lab.data import Data
+from noiseclock.lab.data import Data, load
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.generate import generate
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.models import build, time_scale
+from noiseclock.lab.processes import all_or_none
 from noiseclock.lab.recipes import Recipe
 
 WORTH_COMPILING = 200_000  # steps of single pictures
+
+
+def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
+    """The training images and the held-out ones. Rank 0 goes first: it may have to download them."""
+    found: list[Data] = []
+    for main_process in (True, False):
+        with all_or_none(accelerator):
+            if accelerator.is_main_process == main_process:
+                found = [load(recipe.data, split=split, size=recipe.size) for split in ("train", "test")]
+    return found
 
 
 def network(recipe: Recipe, data: Data, clock: Clock) -> Any:

@@ -87,6 +87,15 @@ class Plan:
             raise Mistake(f"evaluations every {self.every} updates do not end with the last of {self.base.updates}; choose a divisor of it")
         for cell in self.cells():
             cell.recipe(self)  # its mistakes are this plan's
+        self.refuse_twins(self.methods)
+
+    def refuse_twins(self, methods: Sequence[str]) -> None:
+        """Raise if two of these are one method in other words: it would be trained twice, and each counted as evidence beside the other."""
+        found: dict[str, str] = {}
+        for method in methods:
+            first = found.setdefault(repr(applied(method, self.base).clock()), method)
+            if first != method:
+                raise Mistake(f"{first} and {method} are the same method; name it once, as {first}")
 
     def cells(self) -> list[Cell]:
         """All of them, in the order in which they are run: whole seeds first, so that a comparison cut short still compares."""
@@ -230,24 +239,27 @@ def _outlived() -> None:
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
-    # which costs nothing; its mistakes come before anything is written
+    config = check(plan, folder)
+    with making(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    write_json(folder / "compare.json", {**config, "made with": surroundings(where, 1)})
+
+
+def check(plan: Plan, folder: Path) -> dict[str, Any]:
+    """What compare.json should hold; raises what is to be refused, before anything is written."""
     latents = load(plan.base.data, size=plan.base.size) if plan.base.data.startswith("latents:") else None
     pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
     refuse_among(plan.base.data, folder)
-    path, mine = folder / "compare.json", plain(plan.config())
-    if path.exists():
-        theirs = _config(folder)
-        if changes := difference(_fixed(mine), _fixed(theirs), where=f"in {folder}"):
-            raise Mistake(f"{folder} holds another comparison; choose another folder, or make the settings alike:\n{changes}")
+    mine: dict[str, Any] = plain(plan.config())
+    if (folder / "compare.json").exists():
+        theirs = _theirs(plan, folder)
         for name in GROWS:
             mine[name] = theirs[name] + [value for value in mine[name] if value not in theirs[name]]
         mine["baseline"] = theirs["baseline"]
     if plan.samples and pictures not in classifier.DATA:
-        network_for(pictures)  # likewise: its weights may be missing, and the first evaluation comes late
-    with making(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    write_json(path, {**mine, "made with": surroundings(where, 1)})
+        network_for(pictures)  # its weights may be missing, and the first evaluation comes late
+    return mine
 
 
 def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) -> Iterator[Event]:
@@ -271,7 +283,8 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
         if due and reached not in _lines(folder / "points.jsonl"):  # stopped between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
         with closing(train(recipe, folder, device=device)) as updates:
-            for record in updates if reached < until else ():
+            # of one that has come to its end, what it had no time to draw
+            for record in updates if reached < until or reached == plan.base.updates else ():
                 yield Event(cell, record)
                 if record.step % plan.every == 0:
                     yield Event(cell, record, evaluate(plan, folder, record.step, points, where))
@@ -312,15 +325,18 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
     return point
 
 
-def merge(folder: str | Path, parts: Sequence[str | Path]) -> int:
-    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. A finished cell replaces an unfinished one."""
+def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until: int | None = None) -> int:
+    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. A finished cell replaces an unfinished one.
+
+    until: as in `compare`. What that would refuse is refused here, before anything is copied.
+    """
     folder, copied = Path(folder), 0
-    configs = {part: _config(part) for part in map(Path, parts)}  # read, and compared, before anything is written
-    first = folder if (folder / "compare.json").exists() else next(iter(configs), folder)
-    mine = _config(first)
-    for part, theirs in configs.items():
-        if changes := difference(_fixed(mine), _fixed(theirs), where=f"in {part}"):
-            raise Mistake(f"{part} is not of the same comparison as {first}:\n{changes}")
+    _until(plan, until)
+    check(plan, folder)
+    configs = {part: _theirs(plan, part) for part in map(Path, parts)}
+    mine = _config(folder if (folder / "compare.json").exists() else next(iter(configs), folder))
+    with making(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for part, theirs in configs.items():
         for name in GROWS:
             mine[name] += [value for value in theirs[name] if value not in mine[name]]
@@ -334,9 +350,19 @@ def merge(folder: str | Path, parts: Sequence[str | Path]) -> int:
             shutil.rmtree(target, ignore_errors=True)
             unfinished.rename(target)
             copied += 1
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "compare.json", mine)
     return copied
+
+
+def _theirs(plan: Plan, folder: Path) -> dict[str, Any]:
+    """The folder's compare.json, which must be of this comparison."""
+    theirs = _config(folder)
+    if changes := difference(_fixed(plan.config()), _fixed(theirs), where=f"in {folder}"):
+        raise Mistake(f"{folder} holds another comparison; choose another folder, or make the settings alike:\n{changes}")
+    for known, new in product(theirs["methods"], plan.methods):
+        if new not in theirs["methods"]:
+            plan.refuse_twins([known, new])
+    return theirs
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +157,18 @@ def load_images(name: str, *, split: str = "train", size: int | None = None) -> 
     if size not in (None, pixels.shape[-1]):
         raise Mistake(f"{name} has images of size {pixels.shape[-1]}, got size={size}; leave it out")
     return Images(f"{name} {split}", torch.from_numpy(np.require(pixels, requirements=["C", "W"])), torch.from_numpy(labels), classes=10)
+
+
+def outlined(data: Data) -> dict[str, Any] | None:
+    """What a network that was trained on images must know of them to be sampled, as plain values; None for latents and captions, which it needs."""
+    if isinstance(data, Latents) or data.texts is not None:
+        return None
+    return {"name": data.name, "shape": list(data.shape), "classes": data.classes}
+
+
+def without_images(outline: Mapping[str, Any]) -> Images:
+    """The data of an outline, with no image in it."""
+    return Images(outline["name"], torch.empty((0, *outline["shape"]), dtype=torch.uint8), classes=outline["classes"])
 
 
 def pictured(data: Data) -> Images | Files:

@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-class Mistake(ValueError):
-    """Something that the user can put right: a bad setting, a missing file. The command line prints it and exits with 2."""
+class Mistake(Exception):
+    """Something that the user can put right: a bad setting, a missing file. The command line prints it and exits with 2.
+
+    No ValueError: one that is raised while options become a recipe is framed by tyro, with words of its own.
+    """
 
 
 class Failure(RuntimeError):

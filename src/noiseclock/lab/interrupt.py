@@ -16,9 +16,10 @@ ECHO = 3.0  # seconds
 
 class Wish:
     """The signal that asked for the end, or None. A second one does not wait, unless it is an echo of the first: `timeout` and batch systems send one
-    to the process and one to its group."""
+    to the process and one to its group. patient: while it is set, the second one waits too."""
 
     def __init__(self) -> None:
+        self.patient = False
         self.signal: int | None = None
         self._at = 0.0
         self._before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
@@ -29,7 +30,7 @@ class Wish:
             outer = getattr(self._before[number], "__self__", None)
             if isinstance(outer, Wish):  # who may have more to do after this is done
                 outer._take(number, frame)
-        elif time.monotonic() - self._at > ECHO:
+        elif not self.patient and time.monotonic() - self._at > ECHO:
             self._restore()
             signal.raise_signal(number)
 

@@ -3,9 +3,8 @@
     uniform                  min-snr                  speed:k=5,tau=641
     adaptive+min-snr         speed+change-aware       lsm@importance
 
-Shorthands: lsm for loss-second-moment; adaptive.paper, adaptive.released and adaptive.cheap as in Python. log-normal is what the papers of the field
-mean by it: EDM's on the edm schedule, and elsewhere the adaptive paper's, which is `logit-normal`. (EDM's density is there on every
-schedule under `noiseclock train --sampler log-normal`.)
+Samplers may be shorthands (`lab/wording.py`). log-normal is what the papers of the field mean by it: EDM's on the edm schedule, and elsewhere the
+adaptive paper's, which is `logit-normal`. (EDM's density is there on every schedule under `noiseclock train --sampler log-normal`.)
 """
 
 from __future__ import annotations
@@ -18,12 +17,6 @@ from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
 from noiseclock.lab.recipes import Recipe
 
-SHORT = {
-    "lsm": "loss-second-moment",
-    "adaptive.paper": "adaptive:variant=paper,floor=0.001",
-    "adaptive.released": "adaptive:variant=released,floor=0.001",
-    "adaptive.cheap": "adaptive:every=160,stride=10",
-}
 CORRECTIONS = ("auto", "none", "importance")
 
 
@@ -37,18 +30,17 @@ def applied(text: str, recipe: Recipe) -> Recipe:
     body, at, correct = text.partition("@")
     chosen = {"sampler": "uniform", "weighting": "constant"}
     named: set[str] = set()
-    short = SHORT if recipe.schedule.partition(":")[0] == "edm" else SHORT | {"log-normal": "logit-normal"}
     for part in body.split("+"):
-        name, colon, given = part.partition(":")
-        name, _, usual = short.get(name, name).partition(":")
-        choose("method", name, [*SAMPLERS, *WEIGHTINGS, *SHORT])
+        words = wording.written_out(part)
+        name, colon, given = words.partition(":")
+        choose("method", name, [*SAMPLERS, *WEIGHTINGS, *wording.SHORT])
         kind = "sampler" if name in SAMPLERS else "weighting"
         if kind in named:
             raise Mistake(f"the method {text!r} names two {kind}s; one of each at most")
         named.add(kind)
-        asked = wording.split(name + colon + given)[1]
-        options = [option for option in usual.split(",") if option and option.partition("=")[0] not in asked] + [given] * bool(colon)
-        chosen[kind] = name + ":" * bool(options) + ",".join(options)
+        if name == "log-normal" and recipe.schedule.partition(":")[0] != "edm":
+            words = "logit-normal" + colon + given
+        chosen[kind] = words
     if at:
         choose("correction", correct, CORRECTIONS)
     return replace(recipe, sampler=chosen["sampler"], weighting=chosen["weighting"], correct=correct if at else "auto")

@@ -29,6 +29,11 @@ def write(folder: str | Path, out: str | Path | None = None, *, format: str = "h
     choose("format", format, FORMATS)
     if not folder.is_dir():
         raise Mistake(f"there is no folder {folder}; give the one that `noiseclock compare` has written")
+    if not any((folder / name).exists() for name in ("compare.json", "cells")):
+        raise Mistake(
+            f"{folder} holds no comparison; give the folder that `noiseclock compare` has written, and look at a single training with "
+            "`noiseclock evaluate` or `noiseclock watch`"
+        )
     results = read(folder, at=at)
     if at is not None and not any(cell.finished for cell in results.cells):
         raise Mistake(f"no training in {folder} was evaluated at update {at:,}")

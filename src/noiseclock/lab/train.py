@@ -35,10 +35,10 @@ from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.integrations.trackers import track
 from noiseclock.lab import checkpoint, pictures
-from noiseclock.lab.built import network, optimizer_for, placed, sampled
+from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
-from noiseclock.lab.data import Data, batches, head, load
+from noiseclock.lab.data import batches, head, outlined
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json, writing
@@ -180,7 +180,7 @@ class Run:
         if config.exists():
             try:
                 self._refuse_other(json.loads(config.read_text())["settings"])
-            except (KeyError, TypeError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:  # not ValueError, which a Mistake is
+            except (KeyError, TypeError, OSError, ValueError) as error:
                 raise Mistake(f"{config} is damaged; remove it, or choose another folder") from error
         if checkpoint.steps(self.folder):
             with checkpoint.reading(self.folder, lazy=("model", "ema", "optimizer")) as (self.step, state):
@@ -200,13 +200,12 @@ class Run:
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs; the same on every rank, but for the parts of what is spread over them."""
         mine = {"clock": self.clock.state_dict(), "random": random_state(self.device)}
-        ranks: list[Any] = [None] * self.world
+        ranks: list[Any] = [mine] * self.world
         if self.world > 1:
             dist.all_gather_object(ranks, mine)
-        else:
-            ranks = [mine]
         return {
             "settings": self.recipe.settings(),
+            "data": outlined(self.data),
             "model": dict(self.net.state_dict()),
             "ema": self.ema.state_dict(),
             "optimizer": {"state": moments(self.optimizer, self._named)},
@@ -249,6 +248,8 @@ class Run:
     def updates(self, wish: Wish) -> Iterator[Record]:
         """Train to the end, or until the wish to stop."""
         recipe, saved = self.recipe, self.step
+        if self._greatest(self.step > 0 and self._comes(recipe.sample_every) and not self._grid.exists()):
+            self._sample()  # which an earlier run was stopped before
         if self.step >= recipe.updates:
             return
         log = self._begin() if self.accelerator.is_main_process else None
@@ -264,15 +265,16 @@ class Run:
                 if log is not None and logged:
                     log.write({"kind": "train", **asdict(record)})
                     self._track({"loss": record.loss, "norm": record.norm, "lr": record.lr})
-                last = self.step == recipe.updates
-                if _due(self.step, recipe.validate_every) or (last and recipe.validate_every):
+                wish.patient = True  # until what was trained is saved
+                if self._comes(recipe.validate_every):
                     self._validate(log)
-                if _due(self.step, recipe.sample_every) or (last and recipe.sample_every):
-                    self._sample()
-                stop = self._agreed(wish)
-                if _due(self.step, recipe.save_every) or last or stop:
+                stop, sample = self._greatest(wish.signal or 0), self._comes(recipe.sample_every)
+                if _due(self.step, recipe.save_every) or self.step == recipe.updates or sample or stop:
                     self.save(log)
                     saved = self.step
+                wish.patient = False
+                if sample and not stop:
+                    self._sample()
                 yield record
                 if stop:
                     raise KeyboardInterrupt if stop == signal.SIGINT else SystemExit(128 + stop)
@@ -422,11 +424,11 @@ class Run:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")
 
-    def _agreed(self, wish: Wish) -> int:
-        """The signal that any rank has seen, 0 for none: they must stop after the same update."""
+    def _greatest(self, number: int) -> int:
+        """Of all ranks: they must agree on when to stop and what to do."""
         if self.world == 1:
-            return wish.signal or 0
-        seen = torch.tensor(wish.signal or 0, device=self.device)
+            return number
+        seen = torch.tensor(int(number), device=self.device)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return int(seen)
 
@@ -471,23 +473,20 @@ class Run:
                     track(tracker, self.clock, self.step)
         self.accelerator.wait_for_everyone()
 
+    @property
+    def _grid(self) -> Path:
+        return self.folder / "samples" / f"step-{self.step:08d}.png"
+
+    def _comes(self, every: int) -> bool:
+        """After this update, of what comes every so many and after the last."""
+        return _due(self.step, every) or (every > 0 and self.step == self.recipe.updates)
+
     def _sample(self) -> None:
         net = self.averaged()
         if self.accelerator.is_main_process:
             images = sampled(net, self.recipe, self.clock, self.data, GRID, device=self.device)
-            target = self.folder / "samples" / f"step-{self.step:08d}.png"
-            pictures.save(images, target)
+            pictures.save(images, self._grid)
         self.accelerator.wait_for_everyone()
-
-
-def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
-    """The training images and the held-out ones. Rank 0 goes first: it may have to download them."""
-    found: list[Data] = []
-    for main_process in (True, False):
-        with all_or_none(accelerator):
-            if accelerator.is_main_process == main_process:
-                found = [load(recipe.data, split=split, size=recipe.size) for split in ("train", "test")]
-    return found
 
 
 def _due(step: int, every: int) -> bool:

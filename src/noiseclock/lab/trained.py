@@ -17,7 +17,7 @@ from noiseclock.lab import checkpoint
 from noiseclock.lab.built import network, optimizer_for, placed, sampled
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.clip import CLIP, ClipScore, clip_score
-from noiseclock.lab.data import Data, load, pictured
+from noiseclock.lab.data import Data, load, pictured, without_images
 from noiseclock.lab.errors import Failure, Mistake, choose
 from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
@@ -46,13 +46,15 @@ class Trained(NamedTuple):
         return found
 
 
-def opened(folder: str | Path, *, step: int | None = None, device: str | torch.device = "cpu") -> Trained:
-    """The training in `folder` at its newest checkpoint, or at that of `step`."""
+def opened(folder: str | Path, *, step: int | None = None, device: str | torch.device = "cpu", images: bool = True) -> Trained:
+    """The training in `folder` at its newest checkpoint, or at that of `step`. images: False does without those that it was trained on, where the
+    checkpoint tells enough of them to sample."""
     if not checkpoint.steps(folder):
         raise Mistake(f"{folder} holds no checkpoint; give the folder of a training that has made one")
     step, state = checkpoint.load(folder, step)
     recipe = recipe_of(state["settings"])
-    data = load(recipe.data, size=recipe.size)
+    outline = state.get("data")  # which checkpoints of earlier versions lack
+    data = load(recipe.data, size=recipe.size) if images or outline is None else without_images(outline)
     clock = recipe.clock(rank=0, world_size=1)
     clock.load_state_dict(state["ranks"][0]["clock"])
     with torch.random.fork_rng(devices=[]):  # a training that goes on beside this must not notice

@@ -1,6 +1,8 @@
 """Samplers, weightings and schedules as one word on a command line: `name` or `name:option=value,option=value`; and in a few, what one has learned.
 
 speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-normal,k=3      scaled-linear:beta_end=0.0195
+
+Shorthands of samplers: lsm for loss-second-moment; adaptive.paper, adaptive.released and adaptive.cheap as in Python.
 """
 
 from __future__ import annotations
@@ -27,6 +29,13 @@ Made = TypeVar("Made")
 _SCHEDULES = {name: make for name, make in SCHEDULES.items() if name != "betas"}
 _WEIGHTINGS: dict[str, Callable[..., Weighting]] = {**WEIGHTINGS, "uncertainty": Uncertainty}
 
+SHORT = {
+    "lsm": "loss-second-moment",
+    "adaptive.paper": "adaptive:variant=paper,floor=0.001",
+    "adaptive.released": "adaptive:variant=released,floor=0.001",
+    "adaptive.cheap": "adaptive:every=160,stride=10",
+}
+
 
 def sampler(text: str) -> Sampler:
     """The sampler of these words.
@@ -34,7 +43,23 @@ def sampler(text: str) -> Sampler:
     >>> sampler("speed:k=3,tau=641")
     SpeeD(k=3.0, tau=641, variant='paper', schedule=None)
     """
-    return _made("sampler", text, Sampler, SAMPLERS)
+    choose("sampler", text.partition(":")[0], [*SAMPLERS, *SHORT])
+    return _made("sampler", written_out(text), Sampler, SAMPLERS)
+
+
+def written_out(text: str) -> str:
+    """The words of a sampler without a shorthand; options that are given beside one stand in place of its own.
+
+    >>> written_out("adaptive.paper:floor=0.01,count=5")
+    'adaptive:variant=paper,floor=0.01,count=5'
+    """
+    name, colon, given = text.partition(":")
+    if name not in SHORT:
+        return text
+    name, _, usual = SHORT[name].partition(":")
+    asked = split(text)[1]
+    options = [option for option in usual.split(",") if option and option.partition("=")[0] not in asked] + [given] * bool(colon)
+    return name + ":" * bool(options) + ",".join(options)
 
 
 def weighting(text: str) -> Weighting:
