@@ -2,14 +2,10 @@
 
     python benchmarks/cifar10.py runs/cifar10 --jobs 4 --minutes 25     # on a GPU; the same line again goes on
     python benchmarks/cifar10.py runs/cifar10 --list                    # what is left, in its order
+    python benchmarks/cifar10.py runs/cifar10 --merge                   # put what came of it beside the other results
 
 A job takes the first training that no other is at, of whichever comparison, so that none waits for the last of one. What was begun in the folder goes
-on; what `benchmarks/results` holds already is left alone, because results move between machines more easily than weights do. Afterwards
-
-    noiseclock compare --merge benchmarks/results/cifar10-sprint-20k --parts runs/cifar10/cifar10-sprint-20k
-    python docs/results.py
-
-puts them beside the others.
+on; what `benchmarks/results` holds already is left alone, because results move between machines more easily than weights do.
 """
 
 from __future__ import annotations
@@ -18,6 +14,8 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -32,6 +30,7 @@ from noiseclock.lab.folder import Busy, lock
 from noiseclock.lab.recipes import recipe
 
 RESULTS = Path(__file__).with_name("results")
+TRAINED = ("checkpoints", "samples", "locks", ".lock", "config.json")  # what stays where it was made
 OURS = ("uniform", "variance-optimal", "min-snr", "variance-optimal+min-snr")
 PAPERS = ("p2", "log-normal", "speed+change-aware", "adaptive.paper")
 
@@ -140,6 +139,14 @@ def take(queue: list[Part], folder: Path, results: Path, failed: set[str], devic
     return False
 
 
+def collect(queue: list[Part], folder: Path, results: Path) -> None:
+    """Put the evaluations and logs of this folder beside the others; where both have a training, the one that came further stays."""
+    for name, part in {part.name: part for part in queue if (folder / part.name).exists()}.items():
+        with tempfile.TemporaryDirectory() as measured:
+            shutil.copytree(folder / name, measured, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINED))
+            print(f"{compare.merge(part.plan(), results / name, [measured])} trainings joined to {results / name}")
+
+
 def told(part: Part, cell: compare.Cell, *words: str) -> None:
     """A line, with the time."""
     print(time.strftime("%H:%M:%S"), part.name, *cell, *words, flush=True)
@@ -153,10 +160,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time; on one GPU under NVIDIA's multi-process service")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="then save and stop")
     parser.add_argument("--list", action="store_true", help="what is left, and nothing else")
+    parser.add_argument("--merge", action="store_true", help="copy what was measured, not what was trained, and nothing else")
     args = parser.parse_args(argv)
     if args.list:
         for part, _, cell in left(QUEUE, args.folder, args.results):
             print(part.name, *cell, f"to {part.until:,}")
+        return
+    if args.merge:
+        collect(QUEUE, args.folder, args.results)
         return
     end = time.monotonic() + 60 * args.minutes
     context = multiprocessing.get_context("spawn")

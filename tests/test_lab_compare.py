@@ -266,6 +266,20 @@ def test_shards_run_every_cell_once_and_merge(tmp_path):
         merge(small, tmp_path / "all", [tmp_path / "nothing"])
 
 
+def test_of_two_unfinished_trainings_the_one_that_came_further_stays(tmp_path):
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    near, far = tmp_path / "near", tmp_path / "far"
+    list(compare(small, near, device="cpu", until=2))
+    shutil.copytree(near, far)
+    cell = far / "cells" / small.cells()[0].slug
+    with (cell / "points.jsonl").open("a") as lines:
+        lines.write('{"step": 4}\n')
+    shutil.rmtree(cell / "checkpoints")  # as results are carried from another machine
+    assert merge(small, far, [near]) == 0
+    assert merge(small, near, [far]) == 1
+    assert [point["step"] for point in read(near).cells[0].points] == [2, 4]
+
+
 def test_workers_share_the_cells(tmp_path, monkeypatch):
     """Forked ones, which start at once; those that a command starts afresh are in test_cli_results.py."""
     monkeypatch.setattr(lab_compare.multiprocessing, "get_context", lambda _: forked.SERVER)

@@ -326,7 +326,7 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
 
 
 def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until: int | None = None) -> int:
-    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. A finished cell replaces an unfinished one.
+    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. Of two that both have, the further one stays.
 
     until: as in `compare`. What that would refuse is refused here, before anything is copied.
     """
@@ -342,7 +342,7 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
             mine[name] += [value for value in theirs[name] if value not in mine[name]]
         for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
-            if (target / "finished.json").exists() or target.resolve() == cell.resolve():
+            if _reached(target) >= _reached(cell):
                 continue
             unfinished = target.with_name(f".{target.name}.tmp")  # a copy that is cut short must not pass for a cell
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -352,6 +352,11 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
             copied += 1
     write_json(folder / "compare.json", mine)
     return copied
+
+
+def _reached(cell: Path) -> tuple[bool, int, int]:
+    """How far a training came, to be compared with another: to its end, to which evaluation, to which checkpoint."""
+    return (cell / "finished.json").exists(), max(_lines(cell / "points.jsonl"), default=0), max(checkpoint.steps(cell), default=0)
 
 
 def _theirs(plan: Plan, folder: Path) -> dict[str, Any]:
