@@ -291,9 +291,9 @@ class Adaptive(Sampler):
         )  # fmt: skip
         rows = alone.rows
         grid = self._grid.on(device)
-        rank, world = self._bound.place()
-        share = math.ceil(len(grid) / world)
-        mine = torch.arange(rank * share, (rank + 1) * share, device=device) % len(grid)
+        # by the ranks that gather, whatever place the clock was told
+        share = math.ceil(len(grid) / ranks.count())
+        mine = (torch.arange(share, device=device) + ranks.mine() * share) % len(grid)
         losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)
         if alone.rows < rows:  # memory ran out
             probe.rows = alone.rows
