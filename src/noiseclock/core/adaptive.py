@@ -113,7 +113,6 @@ class Adaptive(Sampler):
     def _bind(self, setting: Setting) -> None:
         self._setting = setting
         schedule = setting.schedule
-        self.cells = schedule.steps or CELLS
         if self.stride > self.cells // 3:
             raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe")
         if self.count > len(range(self.stride // 2, self.cells, self.stride)):
@@ -139,6 +138,11 @@ class Adaptive(Sampler):
         if self._setting is None:
             raise ValueError("Adaptive learns from a Clock: use it as nc.Clock(schedule, nc.Adaptive(), ...)")
         return self._setting
+
+    @property
+    def cells(self) -> int:
+        """Of time, for each of which the policy has a probability: the steps, or a fine grid in continuous time."""
+        return self._bound.schedule.steps or CELLS
 
     @property
     def learning_rate(self) -> float:
@@ -246,6 +250,7 @@ class Adaptive(Sampler):
 
     def _settle(self) -> None:
         """Take in what the host must know of the last probe: on a GPU when it is asked for or at the next, because waiting leaves the device idle."""
+        self._bound  # noqa: B018  # says so where there is no clock to learn from
         if self._told is None:
             return
         told, self._told = self._told.read().double(), None
@@ -393,7 +398,6 @@ class Adaptive(Sampler):
     # --- state --------------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        self._bound  # noqa: B018  # nothing to save before there is a clock
         self._settle()
         state: dict[str, Any] = {
             "probes": self.probes,
