@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import noiseclock as nc
-from small_loops import FIXED, LEARNED, Denoiser, data, train
+from small_loops import FIXED, LEARNED, Denoiser, Probing, data, train
 
 
 @pytest.mark.parametrize("sampler", FIXED, ids=repr)
@@ -241,3 +241,13 @@ def test_the_base_may_be_annealed():
 
 def test_equal_settings_are_equal_however_written():
     nc.Clock("linear", "uniform", nc.MinSNR(5)).load_state_dict(nc.Clock("linear", "uniform", nc.MinSNR(5.0)).state_dict())
+
+
+@pytest.mark.parametrize("wrap", [lambda sampler: sampler, nc.Mixture], ids=["itself", "in a mixture"])
+def test_a_sampler_without_a_repr_resumes_in_another_run(wrap):
+    """Python then shows where the object lies in memory, which no two runs share."""
+    clock, resumed = (nc.Clock("linear", wrap(Probing())) for _ in range(2))
+    assert repr(clock.sampler) != repr(resumed.sampler)
+    resumed.load_state_dict(clock.state_dict())
+    with pytest.raises(ValueError, match="its sampler is .*Probing object>"):
+        nc.Clock("linear", "uniform").load_state_dict(clock.state_dict())

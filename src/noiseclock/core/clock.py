@@ -9,6 +9,7 @@ From draw to loss nothing is read back from the device and no random number come
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -414,15 +415,8 @@ class Clock:
         self.record.check(state["record"])
 
     def _setup(self) -> dict[str, Any]:
-        return {
-            "schedule": repr(self.schedule),
-            "sampler": repr(self.sampler),
-            "weighting": repr(self.weighting),
-            "objective": repr(self.objective),
-            "base": repr(self.base),
-            "corrected": self.corrected,
-            "seed": self.seed,
-        }
+        parts = {name: _described(getattr(self, name)) for name in ("schedule", "sampler", "weighting", "objective", "base")}
+        return {**parts, "corrected": self.corrected, "seed": self.seed}
 
     # --- ranks and random numbers -------------------------------------------------------------------------------------------------------
 
@@ -447,6 +441,11 @@ def _objective(given: str | Objective | None, schedule: Any) -> Objective:
     if told is not None and chosen.name != told.name:
         raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told.name!r}; change one of them")
     return chosen
+
+
+def _described(part: Any) -> str:
+    """Its repr, less the address in memory that a class without one of its own shows, which is another in every run."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
 
 
 def _capturing(x0: Tensor) -> bool:
