@@ -79,6 +79,7 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
     clock = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
     clock.draw(data())
     good = clock.state_dict()
+    clock = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
     cases = [
         ({k: v for k, v in good.items() if k != "draws"}, "not the whole state of a Clock: draws missing"),
         ({**good, "version": 99}, "version 99, this library reads 1"),
@@ -93,10 +94,15 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         (nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=2).state_dict(), "its seed is 2, this one's is 1"),
     ]
     twin = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
-    twin.draw(data())
+    for used in (clock, twin):  # past the state, so that a part of it would show
+        b = used.draw(data())
+        used.loss(b, b.noise)
+        used.updated()
     for state, message in cases:
         with pytest.raises(ValueError, match=message):
             clock.load_state_dict(state)
+    assert clock.updates == twin.updates == 1
+    assert np.array_equal(clock.record.by_time().drawn, twin.record.by_time().drawn)
     assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
 
 
