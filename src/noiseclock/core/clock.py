@@ -24,6 +24,7 @@ from noiseclock.core import names
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import choose, take_whole
+from noiseclock.core.directions import unwrapped
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
@@ -240,8 +241,7 @@ class Clock:
 
         model: what a probe puts into evaluation mode, where it cannot be found from `predict`.
         """
-        while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer  # accelerate and others wrap the real one
+        optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; or call clock.updated() after each update")
         if self._hook is not None:
