@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import noiseclock as nc
+from noiseclock.core.later import Later
 from small_loops import FIXED, LEARNED, Denoiser, Probing, data, train
 
 
@@ -188,7 +189,10 @@ def test_a_probe_begun_in_inference_mode_can_be_learned_from():
     assert clock.sampler.probes == 1
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda clock: pickle.loads(pickle.dumps(clock))], ids=["deepcopy", "pickle"])
+either_copy = pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))], ids=["deepcopy", "pickle"])
+
+
+@either_copy
 def test_a_copy_goes_on_by_itself_and_leaves_the_optimizer_behind(copied):
     model = Denoiser()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -255,5 +259,27 @@ def test_a_sampler_without_a_repr_resumes_in_another_run(wrap):
     clock, resumed = (nc.Clock("linear", wrap(Probing())) for _ in range(2))
     assert repr(clock.sampler) != repr(resumed.sampler)
     resumed.load_state_dict(clock.state_dict())
-    with pytest.raises(ValueError, match="its sampler is .*Probing object>"):
+    with pytest.raises(ValueError, match=r"its sampler is .*Probing object>"):
         nc.Clock("linear", "uniform").load_state_dict(clock.state_dict())
+
+
+class Event:
+    """In place of a CUDA event, which can be neither copied nor pickled either."""
+
+    def __init__(self) -> None:
+        self.waited_for = False
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+    def __reduce__(self):
+        raise TypeError("cannot pickle 'Event' object")
+
+
+@either_copy
+def test_numbers_on_their_way_from_a_gpu_are_waited_for_by_a_copy(copied):
+    """After a probe Adaptive has some under way until the next one: a clock must be copied all the same."""
+    sent = Later(torch.arange(3.0))
+    sent._arrived = event = Event()
+    assert torch.equal(copied(sent).read(), torch.arange(3.0))
+    assert event.waited_for

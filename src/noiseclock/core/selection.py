@@ -101,8 +101,8 @@ class Queue:
         self.selected = torch.arange(columns, device="cpu") if select == "all" else evenly(columns, count)
 
     def push(self, row: Tensor) -> None:
-        """Add a row (C,) and select anew. One without any finite number, of a broken sample, is left out: while it stayed no column could be selected."""
-        if not row.isfinite().any():
+        """Add a row (C,) and select anew."""
+        if not row.isfinite().any():  # of a broken sample: while it stayed, no column could be selected
             return
         self.rows = torch.cat([self.rows, row.detach().to("cpu", torch.float64)[None]])[-self.size :]
         if self.select == "all" or len(self.rows) < ENOUGH:
