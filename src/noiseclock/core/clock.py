@@ -169,13 +169,13 @@ class Clock:
         noise: (B, ...), or drawn with `generator`. The weight of the loss is w alone, as under the base.
         """
         check_batch(x0, noise)
-        time = as_time(time).to(x0.device)
+        time = as_time(time).to(x0.device, wide(x0.device))
         if time.ndim > 0 and time.shape != x0.shape[:1]:
             raise ValueError(f"time must be one number or have shape ({len(x0)},), got {tuple(time.shape)}")
         if noise is None:
             noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         time = time.expand(len(x0))
-        return self._make(x0, time, noise, cond, torch.ones_like(time, dtype=wide(x0.device)), None)
+        return self._make(x0, time, noise, cond, torch.ones_like(time), None)
 
     def _make(self, x0: Tensor, time: Tensor, noise: Tensor, cond: Any, correction: Tensor, draw: Draw | None) -> Batch:
         x_t, target = noised(self.schedule, self.objective, x0, noise, time)

@@ -143,7 +143,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
                 stack.enter_context(module.no_sync())
         stack.enter_context(undisturbed(probe.modules, probe.x0.device))
         stack.enter_context(torch.autocast(probe.x0.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False))
-        for i, t in enumerate(time.to(probe.x0.device)):
+        for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
             # other samples at every time, and other noises for them: shifted by i, so that a half never holds one of either twice
             chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows
             g, h = (_gradient(probe, predict, parameters, t.expand(half), part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))
