@@ -77,10 +77,6 @@ class GradientVariance(LearnedDensity):
     def info(self) -> dict[str, Any]:
         return {**super().info, "skipped": self.skipped}
 
-    def update(self, batch: Batch, losses: Tensor) -> None:
-        # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe
-        self._move_(losses.device)
-
     def after(self, probe: Probe, batch: Batch) -> None:
         """Estimate anew. After the update and not before it, because a clock asks for a changed density then."""
         self._move_(probe.x0.device)

@@ -81,7 +81,7 @@ class LossBased(LearnedDensity):
 
     @torch.no_grad()
     def update(self, batch: Batch, losses: Tensor) -> None:
-        self._move_(losses.device)
+        super().update(batch, losses)
         self._heard = True
         # An eager step is bound by its launches, and many batches are added up in as many of them as one. A captured graph is replayed
         # without this line, so there nothing can wait.
