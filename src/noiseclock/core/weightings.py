@@ -30,8 +30,8 @@ from noiseclock.core.objectives import OBJECTIVES, Objective
 from noiseclock.core.schedules import VARIANCES, Level, Schedule
 from noiseclock.core.table import Table, cell, wide, widen
 
-# Low enough that a float32 loss survives it, and above most finite weights of the usual schedules: EDM's reaches 2.5e5 at σ = 0.002. It does cut weights
-# of eps in cosine's last two steps, whose SNR is next to nothing, and the VLB's of x0 where EDM's σ is below 0.0033.
+# Low enough that a float32 loss survives it, and above most finite weights of the usual schedules: EDM's reaches 2.5e5 at σ = 0.002. It does cut
+# weights of eps in cosine's last two steps, whose SNR is next to nothing, and the VLB's of x0 where EDM's σ is below 0.0033.
 CAP = 1e6
 
 
