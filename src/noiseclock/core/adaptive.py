@@ -46,6 +46,9 @@ STATE = {"probes", "skipped", "chance", "reward", "mean", "queue", "shape", "pol
 class Adaptive(Sampler):
     """The paper's sampler. Defaults are its settings: f_S = 40, |S| = 3, |Q| = 20, entropy 0.01, policy learning rate by schedule.
 
+    Choose it to repeat the paper: what was measured here speaks for VarianceOptimal (docs/choose.md). A probe is 2·|S| + 2·T/B forward passes of a
+    batch of B, which makes training 1.2 times as long with 1000 steps, batches of 128 and these defaults (docs/performance.md); see `cheap`.
+
     every: f_S, optimiser updates between probes. count: |S|. select: how S is chosen, "f" (the paper's F statistic), "greedy" (forward
     selection) or "all" (every time of the grid for every x0: the exact Δ). queue: |Q|. stride: probe every so many-th step only. entropy: β.
     lr: of the policy's Adam; None is 0.01 on the linear and quadratic schedules, 0.001 elsewhere. floor: share of the uniform density, so that
@@ -85,7 +88,7 @@ class Adaptive(Sampler):
 
     @classmethod
     def cheap(cls, **changes: Any) -> Self:
-        """A tenth of the probe grid, four times as seldom: about 1 % more work than uniform sampling."""
+        """A tenth of the probe grid, four times as seldom: under 2 % more passes of the model than with a fixed sampler, at batches of 128."""
         return cls(**{"every": 160, "stride": 10, **changes})
 
     def __post_init__(self) -> None:

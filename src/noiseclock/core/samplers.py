@@ -259,7 +259,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Uniform(Density):
-    """Every time alike (DDPM).
+    """Every time alike (DDPM): what any other is to be compared with.
 
     >>> Uniform().sample(3, uniforms=torch.tensor([0.0, 0.5, 0.75])).time
     tensor([0.0000, 0.5000, 0.7500], dtype=torch.float64)
@@ -277,7 +277,7 @@ class Uniform(Density):
 
 @dataclass(frozen=True)
 class LogitNormal(Density):
-    """u = sigmoid(mean + std·z) (SD3; the adaptive paper calls it Log-Normal).
+    """u = sigmoid(mean + std·z), most of it in the middle: the usual choice for flows (SD3; the adaptive paper calls it Log-Normal).
 
     >>> LogitNormal().icdf(torch.tensor(0.5))
     tensor(0.5000, dtype=torch.float64)

@@ -104,7 +104,7 @@ class Constant(Weighting):
 
 @dataclass(frozen=True)
 class MinSNR(Weighting):
-    """min(SNR, γ) on x0 (Hang et al., 2303.09556)."""
+    """min(SNR, γ) on x0 (Hang et al., 2303.09556): good pictures early, at the price of the likelihood."""
 
     gamma: float = 5.0
 
@@ -227,7 +227,7 @@ class Sigmoid(Weighting):
 
 @dataclass(frozen=True)
 class VLB(Weighting):
-    """c_t, the variational bound's own weight, in nats per dimension (see `Schedule.vlb`)."""
+    """c_t, the variational bound's own weight, for the sake of the likelihood alone; in nats per dimension (see `Schedule.vlb`)."""
 
     variance: str = "fixed-large"
 
