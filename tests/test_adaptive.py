@@ -175,6 +175,25 @@ def test_density_probabilities_and_draws_agree(sampler, schedule):
     assert not np.allclose(clock.plot_data().p, 1)  # it has moved at all
 
 
+ALONE = {
+    "sample": lambda s: s.sample(3),
+    "log_prob": lambda s: s.log_prob(torch.tensor([0.5])),
+    "log_pmf": lambda s: s.log_pmf(torch.tensor([5]), 10),
+    "info": lambda s: s.info,
+    "selected": lambda s: s.selected,
+    "skipped": lambda s: s.skipped,
+    "state_dict": lambda s: s.state_dict(),
+    "load_state_dict": lambda s: s.load_state_dict({}),
+    "in a mixture": lambda s: nc.Mixture(s).log_prob(torch.tensor([0.5])),
+}
+
+
+@pytest.mark.parametrize("ask", ALONE.values(), ids=ALONE)
+def test_alone_it_says_that_it_needs_a_clock(ask):
+    with pytest.raises(ValueError, match=r"Adaptive learns from a Clock: use it as nc\.Clock\(schedule, nc\.Adaptive\(\)"):
+        ask(nc.Adaptive())
+
+
 @every_variant
 def test_repr_rebuilds_and_clocks_do_not_share_what_they_learn(sampler):
     again = eval(repr(sampler), vars(nc))

@@ -310,9 +310,13 @@ def test_ranks_share_queue_selection_and_policy_and_draw_different_times(wrapped
     assert torch.equal(clock.sampler._policy.state_dict()["net.1.weight"], policy["net.1.weight"])
 
 
-def test_two_ranks_probe_what_one_would(free_port):
-    """The row of differences of rank 0's x0 is the same whether its times are shared out or not."""
-    rows = on_two(_row, free_port)
+@pytest.mark.parametrize("place", [(None, None), (1, 2), (0, 4)], ids=["its own", "both the second", "of four"])
+def test_two_ranks_probe_what_one_would(place, free_port):
+    """The row of differences of rank 0's x0 is the same whether its times are shared out or not.
+
+    And whatever place the clock was told: with a model that is split over ranks too, data ranks are not the ranks that talk to each other.
+    """
+    rows = on_two(_row, free_port, place)
     assert torch.equal(rows[0], rows[1])
     clock, probe = _probe_of(0)
     alone = clock.sampler._whole_grid(probe)
@@ -320,18 +324,18 @@ def test_two_ranks_probe_what_one_would(free_port):
     assert torch.allclose(rows[0], alone, rtol=1e-5)
 
 
-def _probe_of(rank: int):
+def _probe_of(rank: int, place=(None, None)):
     torch.manual_seed(0)
     model = Denoiser(width=16)
-    clock = nc.Clock(nc.schedule("linear", steps=101), nc.Adaptive(every=2))
+    clock = nc.Clock(nc.schedule("linear", steps=101), nc.Adaptive(every=2), rank=place[0], world_size=place[1])
     x0, noise = (torch.randn(8, 2, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2))
     return clock, nc.Probe(model, clock.schedule, clock.objective, x0, noise=noise, modules=[model])
 
 
-def _row(rank: int, port: int, results) -> None:
+def _row(rank: int, port: int, place, results) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
-        clock, probe = _probe_of(rank)
+        clock, probe = _probe_of(rank, place)
         results[rank] = clock.sampler._whole_grid(probe)
     finally:
         dist.destroy_process_group()

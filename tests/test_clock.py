@@ -288,6 +288,8 @@ def test_chosen_times_are_neither_drawn_nor_recorded_nor_learned():
         losses = clock.loss(b, noise + 1)
         snr = clock.schedule.snr(0.3).item()
         assert torch.allclose(losses, torch.full((16,), min(snr, 5) / snr), rtol=1e-5)
+    # in the precision of drawn times, which a device without float64 can hold too, whatever was given
+    assert {clock.at(data(), torch.tensor(0.5, dtype=kind)).time.dtype for kind in (torch.float32, torch.float64)} == {torch.float64}
     first, second = (clock.at(data(), 0.5, generator=torch.Generator().manual_seed(1)).noise for _ in range(2))
     assert torch.equal(first, second)
     assert clock.record.by_time().drawn.sum() == 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import noiseclock as nc
-from small_loops import FIXED, LEARNED, Denoiser, data, train
+from noiseclock.core.later import Later
+from small_loops import FIXED, LEARNED, Denoiser, Probing, data, train
 
 
 @pytest.mark.parametrize("sampler", FIXED, ids=repr)
@@ -79,6 +80,7 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
     clock = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
     clock.draw(data())
     good = clock.state_dict()
+    clock = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
     cases = [
         ({k: v for k, v in good.items() if k != "draws"}, "not the whole state of a Clock: draws missing"),
         ({**good, "version": 99}, "version 99, this library reads 1"),
@@ -93,10 +95,15 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         (nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=2).state_dict(), "its seed is 2, this one's is 1"),
     ]
     twin = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
-    twin.draw(data())
+    for used in (clock, twin):  # past the state, so that a part of it would show
+        b = used.draw(data())
+        used.loss(b, b.noise)
+        used.updated()
     for state, message in cases:
         with pytest.raises(ValueError, match=message):
             clock.load_state_dict(state)
+    assert clock.updates == twin.updates == 1
+    assert np.array_equal(clock.record.by_time().drawn, twin.record.by_time().drawn)
     assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
 
 
@@ -182,7 +189,10 @@ def test_a_probe_begun_in_inference_mode_can_be_learned_from():
     assert clock.sampler.probes == 1
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda clock: pickle.loads(pickle.dumps(clock))], ids=["deepcopy", "pickle"])
+either_copy = pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))], ids=["deepcopy", "pickle"])
+
+
+@either_copy
 def test_a_copy_goes_on_by_itself_and_leaves_the_optimizer_behind(copied):
     model = Denoiser()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -241,3 +251,35 @@ def test_the_base_may_be_annealed():
 
 def test_equal_settings_are_equal_however_written():
     nc.Clock("linear", "uniform", nc.MinSNR(5)).load_state_dict(nc.Clock("linear", "uniform", nc.MinSNR(5.0)).state_dict())
+
+
+@pytest.mark.parametrize("wrap", [lambda sampler: sampler, nc.Mixture], ids=["itself", "in a mixture"])
+def test_a_sampler_without_a_repr_resumes_in_another_run(wrap):
+    """Python then shows where the object lies in memory, which no two runs share."""
+    clock, resumed = (nc.Clock("linear", wrap(Probing())) for _ in range(2))
+    assert repr(clock.sampler) != repr(resumed.sampler)
+    resumed.load_state_dict(clock.state_dict())
+    with pytest.raises(ValueError, match=r"its sampler is .*Probing object>"):
+        nc.Clock("linear", "uniform").load_state_dict(clock.state_dict())
+
+
+class Event:
+    """In place of a CUDA event, which can be neither copied nor pickled either."""
+
+    def __init__(self) -> None:
+        self.waited_for = False
+
+    def synchronize(self) -> None:
+        self.waited_for = True
+
+    def __reduce__(self):
+        raise TypeError("cannot pickle 'Event' object")
+
+
+@either_copy
+def test_numbers_on_their_way_from_a_gpu_are_waited_for_by_a_copy(copied):
+    """After a probe Adaptive has some under way until the next one: a clock must be copied all the same."""
+    sent = Later(torch.arange(3.0))
+    sent._arrived = event = Event()
+    assert torch.equal(copied(sent).read(), torch.arange(3.0))
+    assert event.waited_for

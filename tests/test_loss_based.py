@@ -563,3 +563,12 @@ def test_two_processes_share_one_density_which_is_that_of_one_process(free_port)
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_blend_tells_of_both_parts_and_how_far_it_is():
+    clock = nc.Clock("linear", nc.Annealed(nc.LossSecondMoment(), nc.LossEMA(), stop=4))
+    b = clock.draw(torch.zeros(8, 2))
+    clock.loss(b, torch.full((8, 2), torch.nan))
+    clock.updated()
+    # both see every loss; nothing is known, so both draw from the base, whose effective sample size is the batch
+    assert clock.sampler.info == pytest.approx({"ess": 1, "skipped": 8, "other_ess": 1, "other_skipped": 8, "share": 0.25}, abs=1e-12)

@@ -1,6 +1,7 @@
 """Measurements against closed forms, and that nothing shows afterwards that they were made."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -297,6 +298,16 @@ def test_the_utility_is_the_closed_form_with_the_objective_and_the_weight_that_a
     assert (np.abs(found.utility - wanted) < 5 * found.error + 0.01 * wanted).all()
     assert np.abs(found.utility / wanted - 1)[:3].max() < 0.1  # in the last one the mean of the gradient is small beside its scatter
     assert torch.equal(next(model.parameters()), before)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_wrapped_optimizer_has_the_metric_of_the_one_inside():
+    model = Separate((0.1, 0.4, 0.7, 1.0))
+    bare = torch.optim.SGD(model.parameters(), lr=0.5)
+    wrapped = SimpleNamespace(optimizer=bare, param_groups=bare.param_groups)  # as accelerate's
+    clock = nc.Clock(FOUR_STEPS, "uniform")
+    one, other = (nc.measure.utility_over_time(clock, model, optimizer, data(64), bins=STEPS, probes=2) for optimizer in (bare, wrapped))
+    assert np.array_equal(one.utility, other.utility)
 
 
 def test_utility_says_what_it_cannot_know():

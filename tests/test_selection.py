@@ -90,6 +90,22 @@ def test_the_queue_forgets_the_oldest_row_and_all_means_all():
     assert every.selected.tolist() == list(range(10))
 
 
+def test_a_row_of_a_broken_sample_is_left_out():
+    queue, pushed = Queue(4, 10, 2, "f"), rows(6, 10)
+    for row in pushed[:4]:
+        queue.push(row)
+    queue.push(torch.full((10,), math.nan))
+    assert torch.equal(queue.rows, pushed[:4])
+    assert math.isfinite(queue.r_squared)
+    # a number or two are missing: then it is these columns alone that cannot be selected
+    partly = pushed[4].clone()
+    partly[queue.selected] = math.nan
+    before = set(queue.selected.tolist())
+    queue.push(partly)
+    assert len(queue.selected) == 2
+    assert before.isdisjoint(queue.selected.tolist())
+
+
 def test_queue_state():
     queue, other = Queue(5, 10, 2, "greedy"), Queue(5, 10, 2, "greedy")
     for row in rows(4, 10):

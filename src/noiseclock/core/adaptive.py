@@ -46,6 +46,9 @@ STATE = {"probes", "skipped", "chance", "reward", "mean", "queue", "shape", "pol
 class Adaptive(Sampler):
     """The paper's sampler. Defaults are its settings: f_S = 40, |S| = 3, |Q| = 20, entropy 0.01, policy learning rate by schedule.
 
+    Choose it to repeat the paper: what was measured here speaks for VarianceOptimal (docs/choose.md). A probe is 2·|S| + 2·T/B forward passes of a
+    batch of B, which makes training 1.2 times as long with 1000 steps, batches of 128 and these defaults (docs/performance.md); see `cheap`.
+
     every: f_S, optimiser updates between probes. count: |S|. select: how S is chosen, "f" (the paper's F statistic), "greedy" (forward
     selection) or "all" (every time of the grid for every x0: the exact Δ). queue: |Q|. stride: probe every so many-th step only. entropy: β.
     lr: of the policy's Adam; None is 0.01 on the linear and quadratic schedules, 0.001 elsewhere. floor: share of the uniform density, so that
@@ -85,7 +88,7 @@ class Adaptive(Sampler):
 
     @classmethod
     def cheap(cls, **changes: Any) -> Self:
-        """A tenth of the probe grid, four times as seldom: about 1 % more work than uniform sampling."""
+        """A tenth of the probe grid, four times as seldom: under 2 % more passes of the model than with a fixed sampler, at batches of 128."""
         return cls(**{"every": 160, "stride": 10, **changes})
 
     def __post_init__(self) -> None:
@@ -113,7 +116,6 @@ class Adaptive(Sampler):
     def _bind(self, setting: Setting) -> None:
         self._setting = setting
         schedule = setting.schedule
-        self.cells = schedule.steps or CELLS
         if self.stride > self.cells // 3:
             raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe")
         if self.count > len(range(self.stride // 2, self.cells, self.stride)):
@@ -139,6 +141,11 @@ class Adaptive(Sampler):
         if self._setting is None:
             raise ValueError("Adaptive learns from a Clock: use it as nc.Clock(schedule, nc.Adaptive(), ...)")
         return self._setting
+
+    @property
+    def cells(self) -> int:
+        """Of time, for each of which the policy has a probability: the steps, or a fine grid in continuous time."""
+        return self._bound.schedule.steps or CELLS
 
     @property
     def learning_rate(self) -> float:
@@ -246,6 +253,7 @@ class Adaptive(Sampler):
 
     def _settle(self) -> None:
         """Take in what the host must know of the last probe: on a GPU when it is asked for or at the next, because waiting leaves the device idle."""
+        self._bound  # noqa: B018  # says so where there is no clock to learn from
         if self._told is None:
             return
         told, self._told = self._told.read().double(), None
@@ -291,9 +299,9 @@ class Adaptive(Sampler):
         )  # fmt: skip
         rows = alone.rows
         grid = self._grid.on(device)
-        rank, world = self._bound.place()
-        share = math.ceil(len(grid) / world)
-        mine = torch.arange(rank * share, (rank + 1) * share, device=device) % len(grid)
+        # by the ranks that gather, whatever place the clock was told
+        share = math.ceil(len(grid) / ranks.count())
+        mine = (torch.arange(share, device=device) + ranks.mine() * share) % len(grid)
         losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)
         if alone.rows < rows:  # memory ran out
             probe.rows = alone.rows
@@ -393,7 +401,6 @@ class Adaptive(Sampler):
     # --- state --------------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        self._bound  # noqa: B018  # nothing to save before there is a clock
         self._settle()
         state: dict[str, Any] = {
             "probes": self.probes,

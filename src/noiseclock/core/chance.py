@@ -94,6 +94,7 @@ class Chance:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless the state fits."""
+        int(state["draws"])
         if state["noise"] and set(state["noise"]) != {"device", "rank", "world_size", "state"}:
             raise ValueError("the state of the noise is incomplete")
 

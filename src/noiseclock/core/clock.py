@@ -9,6 +9,7 @@ From draw to loss nothing is read back from the device and no random number come
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import choose, take_whole
+from noiseclock.core.directions import unwrapped
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
@@ -169,13 +171,13 @@ class Clock:
         noise: (B, ...), or drawn with `generator`. The weight of the loss is w alone, as under the base.
         """
         check_batch(x0, noise)
-        time = as_time(time).to(x0.device)
+        time = as_time(time).to(x0.device, wide(x0.device))
         if time.ndim > 0 and time.shape != x0.shape[:1]:
             raise ValueError(f"time must be one number or have shape ({len(x0)},), got {tuple(time.shape)}")
         if noise is None:
             noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         time = time.expand(len(x0))
-        return self._make(x0, time, noise, cond, torch.ones_like(time, dtype=wide(x0.device)), None)
+        return self._make(x0, time, noise, cond, torch.ones_like(time), None)
 
     def _make(self, x0: Tensor, time: Tensor, noise: Tensor, cond: Any, correction: Tensor, draw: Draw | None) -> Batch:
         x_t, target = noised(self.schedule, self.objective, x0, noise, time)
@@ -241,8 +243,7 @@ class Clock:
 
         model: what a probe puts into evaluation mode, where it cannot be found from `predict`.
         """
-        while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer  # accelerate and others wrap the real one
+        optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; or call clock.updated() after each update")
         if self._hook is not None:
@@ -433,15 +434,8 @@ class Clock:
         self.record.check(state["record"])
 
     def _setup(self) -> dict[str, Any]:
-        return {
-            "schedule": repr(self.schedule),
-            "sampler": repr(self.sampler),
-            "weighting": repr(self.weighting),
-            "objective": repr(self.objective),
-            "base": repr(self.base),
-            "corrected": self.corrected,
-            "seed": self.seed,
-        }
+        parts = {name: _described(getattr(self, name)) for name in ("schedule", "sampler", "weighting", "objective", "base")}
+        return {**parts, "corrected": self.corrected, "seed": self.seed}
 
     # --- ranks and random numbers -------------------------------------------------------------------------------------------------------
 
@@ -466,6 +460,11 @@ def _objective(given: str | Objective | None, schedule: Any) -> Objective:
     if told is not None and chosen.name != told.name:
         raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told.name!r}; change one of them")
     return chosen
+
+
+def _described(part: Any) -> str:
+    """Its repr, less the address in memory that a class without one of its own shows, which is another in every run."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
 
 
 def _capturing(x0: Tensor) -> bool:

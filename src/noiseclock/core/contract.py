@@ -124,7 +124,7 @@ def ends_are_handled(sampler: Sampler, steps: int) -> None:
 
 def support_can_be_drawn(sampler: Sampler, steps: int) -> None:
     """Every step inside the declared support has a probability."""
-    (lo, hi), borders = sampler.support, torch.arange(steps + 1, device="cpu") / steps
+    (lo, hi), borders = sampler.support, torch.arange(steps + 1, dtype=torch.float64, device="cpu") / steps
     inside = (borders[:-1] >= lo - 1e-9) & (borders[1:] <= hi + 1e-9)
     log_pmf, log_prob = _log_pmf(sampler, steps)[inside], sampler.log_prob(_middles(steps)[inside])
     if not bool((log_pmf > math.log(TINY) - 1e-6).all() & log_prob.isfinite().all()):

@@ -35,6 +35,13 @@ def trained(modules: list[nn.Module], optimizer: Any = None) -> list[nn.Paramete
     return parameters
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The torch optimiser behind what accelerate and others wrap around it; anything else as it is."""
+    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def stands_still(optimizer: Any) -> bool:
     """Is the learning rate 0, as at the start of a warm-up, so that there is no metric?"""
     return optimizer is not None and all(not isinstance(group["lr"], Tensor) and group["lr"] == 0 for group in optimizer.param_groups)

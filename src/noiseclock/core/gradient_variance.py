@@ -79,10 +79,6 @@ class GradientVariance(LearnedDensity):
     def info(self) -> dict[str, Any]:
         return {**super().info, "skipped": self.skipped}
 
-    def update(self, batch: Batch, losses: Tensor) -> None:
-        # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe
-        self._move_(losses.device)
-
     def after(self, probe: Probe, batch: Batch) -> None:
         """Estimate anew. After the update and not before it, because a clock asks for a changed density then."""
         self._move_(probe.x0.device)
@@ -145,7 +141,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
                 stack.enter_context(module.no_sync())
         stack.enter_context(undisturbed(probe.modules, probe.x0.device))
         stack.enter_context(torch.autocast(probe.x0.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False))
-        for i, t in enumerate(time.to(probe.x0.device)):
+        for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
             # other samples at every time, and other noises for them: shifted by i, so that a half never holds one of either twice
             chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows
             g, h = (_gradient(probe, predict, parameters, t.expand(half), part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,3 +22,7 @@ class Later:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the numbers, waited for, because an event can be neither copied nor sent to another process."""
+        return {"_copy": self.read(), "_arrived": None}

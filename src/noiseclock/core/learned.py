@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from noiseclock.core.batch import Draw
+from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.checks import take_finite
 from noiseclock.core.health import LEAST_ESS, Health
 from noiseclock.core.samplers import TINY, Sampler, Setting, Uniform, cells_icdf, cells_lines, cells_log_prob, cells_mass, take_uniforms, unit_time
@@ -177,6 +177,10 @@ class LearnedDensity(Sampler):
         """A table of the density. On another device than it lives on this is a copy, made anew each time: only a plot or the first step asks."""
         table = self._buffers["pmf"] if name == "pmf" else self._tables[name]
         return table if table.device == device else table.to(device, wide(device))
+
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        # one that does not learn from losses must move all the same: resumed, it would be copied to the device at every draw until its next probe
+        self._move_(losses.device)
 
     def _move_(self, device: torch.device) -> None:
         self._buffers.move_(device)

@@ -102,9 +102,11 @@ def gradient_of_sum(
 class Lookahead(Priced):
     """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·max(c, 0)^power: more of what helps the target.
 
+    Choose it for its `curve`, c(t) and its standard error; as a sampler it was not ahead of the uniform one (docs/choose.md).
+
     target: "simple" (the plain error of the noise), "min-snr", "vlb", or a weighting. every: optimiser updates between probes, each a gradient of
     half a batch and two forward passes of the other. bins: of time. decay: of old estimates with each probe. warmup: probes before it moves. power:
-    0 stays at the base, 1 samples in proportion to the utility. `curve` is c(t) and its standard error.
+    0 stays at the base, 1 samples in proportion to the utility.
     """
 
     target: str | Weighting = "simple"

@@ -81,7 +81,7 @@ class LossBased(LearnedDensity):
 
     @torch.no_grad()
     def update(self, batch: Batch, losses: Tensor) -> None:
-        self._move_(losses.device)
+        super().update(batch, losses)
         self._heard = True
         # An eager step is bound by its launches, and many batches are added up in as many of them as one. A captured graph is replayed
         # without this line, so there nothing can wait.
@@ -199,8 +199,8 @@ class BinnedLoss(LossBased):
 class LossSecondMoment(BinnedLoss):
     """p* ∝ base·√E[(w·ℓ)²] in bins of time: the density that gives a corrected estimate of the loss the least variance.
 
-    It is the gradient's best density too, as far as the size of a sample's gradient goes with its loss. `LossSecondMoment.published()` is the
-    original, step by step.
+    The one to start with where nothing may be spent: it reads the losses of training, and no more passes are made. It is the gradient's best density
+    too, as far as the size of a sample's gradient goes with its loss. `LossSecondMoment.published()` is the original, step by step.
 
     bins: of time. decay: of old losses with each update, so that about the last 1/(1-decay) updates count. floor: the share of the base in p.
     refresh: updates between new densities. warmup: losses in a bin before it is known. power: p* ∝ base·√E[(w·ℓ^power)²]. The gradient of a squared
@@ -235,7 +235,10 @@ class LossSecondMoment(BinnedLoss):
 
 @dataclass
 class LossEMA(BinnedLoss):
-    """p* ∝ base·E[w·ℓ] in bins of time, so that every time contributes alike to the loss (Kingma & Gao, who bin log-SNR)."""
+    """p* ∝ base·E[w·ℓ] in bins of time, so that every time contributes alike to the loss (Kingma & Gao, who bin log-SNR).
+
+    It costs as little as LossSecondMoment, with a mean where that has a root mean square: times with a few large losses are drawn less.
+    """
 
     bins: int = 100
     decay: float = 0.995
@@ -254,8 +257,9 @@ class LossEMA(BinnedLoss):
 class LossHistory(LossBased):
     """p = (1-floor)·p* + floor·base with p* ∝ base·√(mean of ℓ² over the last `length` losses of the step), for discrete steps.
 
-    With the uniform base this is improved-diffusion's LossSecondMomentResampler. The density is the base until every step has seen `length`
-    losses. Between refreshes each rank remembers the last `length` losses of a step; they are joined in the order of the ranks.
+    With the uniform base this is improved-diffusion's LossSecondMomentResampler, to compare with: LossSecondMoment's bins know enough far sooner. No
+    more passes are made. The density is the base until every step has seen `length` losses, 10,000 at the least with 1000 steps. Between refreshes
+    each rank remembers the last `length` losses of a step; they are joined in the order of the ranks.
     """
 
     length: int = 10

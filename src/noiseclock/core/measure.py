@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from noiseclock.core.batch import Predict, at_least_float32, call, check_batch
 from noiseclock.core.checks import choose
 from noiseclock.core.clock import Clock
-from noiseclock.core.directions import metric, trained
+from noiseclock.core.directions import metric, trained, unwrapped
 from noiseclock.core.gradient_variance import gradient_moments, split
 from noiseclock.core.lookahead import TARGETS, utility
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows
@@ -218,7 +218,7 @@ def utility_over_time(
     check_batch(x0, None)
     if min(bins, probes) < 1:
         raise ValueError(f"bins and probes must be at least 1, got {bins} and {probes}")
-    modules = _modules(predict, model)
+    modules, optimizer = _modules(predict, model), unwrapped(optimizer)
     power, unknown = metric(optimizer, trained(modules, optimizer))
     if unknown:
         warnings.warn(f"{unknown}, so gradients are measured as they are", stacklevel=2)
@@ -249,8 +249,7 @@ def _restored(modules: list[nn.Module], optimizer: Any, device: torch.device) ->
 
     Not by `state_dict` and `load_state_dict`: the latter casts the optimiser's state to the parameters' dtype and makes new tensors.
     """
-    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     groups = [group["params"] for group in optimizer.param_groups]
     tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())} | {id(p): p for group in groups for p in group}
     kept = [(x, x.detach().clone()) for x in tensors.values()]

@@ -7,7 +7,6 @@ direction, and are no independent witnesses.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -69,9 +68,8 @@ class Priced(LearnedDensity):
         return False  # it prices the model as it is
 
     def bind(self, setting: Setting) -> Self:
-        bound: Self = replace(self)  # type: ignore[type-var]  # every subclass is a dataclass
+        bound = super().bind(setting)
         bound._setting = setting
-        bound._begin(setting.base, setting.schedule.steps or 0)
         return bound
 
     def _statistics(self) -> dict[str, Tensor]:
@@ -82,10 +80,6 @@ class Priced(LearnedDensity):
 
     def _load_counters(self, counters: dict[str, int]) -> None:
         self._asked = self.probes
-
-    def update(self, batch: Batch, losses: Tensor) -> None:
-        # nothing to learn here, but a resumed run would copy its density to the device at every draw until the next probe
-        self._move_(losses.device)
 
     def after(self, probe: Probe, batch: Batch) -> None:
         """Look after the update and not before it: a first Adam has no metric yet then."""

@@ -228,31 +228,22 @@ def cells_log_prob(pmf: Tensor, time: Tensor) -> Tensor:
 
 
 class Cells:
-    """A density that is constant on n equal cells of time; the table behind every discrete or learned density.
+    """A fixed density that is constant on n equal cells of time: the table behind those that live on discrete steps.
 
     pmf: (n,) probabilities, normalised here.
     """
 
     def __init__(self, pmf: Tensor | Array) -> None:
-        self._pmf, self._borders, self._lines = (Table(values) for values in self._tables(pmf))
-
-    @staticmethod
-    def _tables(pmf: Tensor | Array) -> tuple[Tensor, Tensor, Tensor]:
         pmf = torch.as_tensor(pmf, dtype=torch.float64, device="cpu")
         pmf = pmf / pmf.sum()
         borders = torch.cat([torch.zeros_like(pmf[:1]), pmf.cumsum(0)])
         borders[-1] = 1.0
-        return pmf, borders, cells_lines(pmf, borders)
+        self._pmf, self._borders, self._lines = Table(pmf), Table(borders), Table(cells_lines(pmf, borders))
 
     @property
     def pmf(self) -> Tensor:
         """(n,) the probability of each cell, float64, on the CPU."""
         return self._pmf.values
-
-    def set_(self, pmf: Tensor | Array) -> None:
-        """New probabilities, written in place on every device."""
-        for table, values in zip((self._pmf, self._borders, self._lines), self._tables(pmf), strict=True):
-            table.set_(values)
 
     def icdf(self, v: Tensor) -> Tensor:
         return cells_icdf(self._borders.on(v.device), self._lines.on(v.device), widen(v))[0]
@@ -269,7 +260,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Uniform(Density):
-    """Every time alike (DDPM).
+    """Every time alike (DDPM): what any other is to be compared with.
 
     >>> Uniform().sample(3, uniforms=torch.tensor([0.0, 0.5, 0.75])).time
     tensor([0.0000, 0.5000, 0.7500], dtype=torch.float64)
@@ -287,7 +278,7 @@ class Uniform(Density):
 
 @dataclass(frozen=True)
 class LogitNormal(Density):
-    """u = sigmoid(mean + std·z) (SD3; the adaptive paper calls it Log-Normal).
+    """u = sigmoid(mean + std·z), most of it in the middle: the usual choice for flows (SD3; the adaptive paper calls it Log-Normal).
 
     >>> LogitNormal().icdf(torch.tensor(0.5))
     tensor(0.5000, dtype=torch.float64)

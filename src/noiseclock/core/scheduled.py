@@ -109,7 +109,7 @@ class LogSNRNormal(Scheduled):
 
 @dataclass(frozen=True)
 class LogNormal(LogSNRNormal):
-    """ln σ ~ N(mean, std) with σ = s/a, cut off at the ends of the schedule (EDM's training density)."""
+    """ln σ ~ N(mean, std) with σ = s/a, cut off at the ends of the schedule: EDM's training density, and the one to train EDM with."""
 
     mean: float = -1.2
     std: float = 1.2

@@ -102,6 +102,8 @@ class Queue:
 
     def push(self, row: Tensor) -> None:
         """Add a row (C,) and select anew."""
+        if not row.isfinite().any():  # of a broken sample: while it stayed, no column could be selected
+            return
         self.rows = torch.cat([self.rows, row.detach().to("cpu", torch.float64)[None]])[-self.size :]
         if self.select == "all" or len(self.rows) < ENOUGH:
             return

@@ -27,7 +27,9 @@ from noiseclock.core.streams import finalize
 
 @dataclass
 class VarianceOptimal(Priced):
-    """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·√E‖w·∇ℓ‖²_P.
+    """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·√E‖w·∇ℓ‖²_P: the least noisy gradient of the same objective.
+
+    The one to start with where 4 % of the time may be spent (docs/choose.md). The model's parameters must be float32; autocast may be on.
 
     every: optimiser updates between probes, each of two forward passes in float32. samples: that a probe prices, on all ranks together; those of
     a rank share a direction, which is most of the noise, so more of them add little. bins: of time. decay: of old estimates with each probe.
