@@ -156,6 +156,25 @@ def sharded(parameters: Sequence[Tensor]) -> bool:
     return any(hasattr(p, "device_mesh") for p in parameters)
 
 
+def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of a loss by each parameter, zeros where it has no part in it; `.grad` stays as it is.
+
+    Those of a model that FSDP2 has sharded are of the mean over ranks, in parts.
+    """
+    if not sharded(parameters):
+        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    # what runs are gathered copies, and only a whole backward pass, which adds to `.grad`, brings their gradient back to the parts
+    kept = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        loss.backward()  # type: ignore[no-untyped-call]
+        return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+    finally:
+        for p, gradient in zip(parameters, kept, strict=True):
+            p.grad = gradient
+
+
 def _norm(tensors: Sequence[Tensor], spread: bool) -> Tensor:
     norms = torch._foreach_norm([t.detach() for t in tensors])
     squares = torch.stack([n.to(norms[0]) for n in norms]).to(wide(norms[0].device)).square().sum()

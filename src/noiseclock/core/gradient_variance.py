@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch, Predict, at_least_float32, call, noised
 from noiseclock.core.checks import take_whole
-from noiseclock.core.directions import trained
+from noiseclock.core.directions import gradients, trained
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import between_known
 from noiseclock.core.objectives import squared_error
@@ -159,23 +159,7 @@ def _gradient(probe: Probe, predict: Predict, parameters: list[nn.Parameter], ti
         loss = squared_error(call(predict, x_t, probe.schedule.condition(time), cond), target).mean()
         if not loss.requires_grad:
             raise ValueError("the loss depends on no parameter that is trained")
-        if _shards(parameters) > 1:
-            gradients = _sharded_gradient(loss, parameters)
-        else:
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    return [g.to(at_least_float32(g)) for g in gradients]
-
-
-def _sharded_gradient(loss: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
-    """FSDP2 reduces gradients in its own backward pass alone, which adds to `.grad`: so that is put aside."""
-    kept = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradients = tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
-    for p, grad in zip(parameters, kept, strict=True):
-        p.grad = grad
-    return gradients
+        return [g.to(at_least_float32(g)) for g in gradients(loss, parameters)]
 
 
 def _shards(parameters: list[nn.Parameter]) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.checks import choose, take_finite
-from noiseclock.core.directions import derivative, local, scaled, sharded, trained
+from noiseclock.core.directions import derivative, gradients, local, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe, full_precision, take_rows, undisturbed
@@ -84,18 +84,7 @@ def gradient_of_sum(
     """The gradient of Σ weight·loss over a batch, for each parameter; of a model that FSDP2 has sharded, this rank's part of the mean over ranks."""
     with torch.enable_grad():
         loss = (squared_error(call(predict, x_t, t, cond), target) * weight).sum()
-        if not sharded(parameters):
-            return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        # what runs are gathered copies, and only a whole backward pass brings their gradient back to the parts
-        kept = [p.grad for p in parameters]
-        try:
-            for p in parameters:
-                p.grad = None
-            loss.backward()  # type: ignore[no-untyped-call]
-            return tuple(torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in parameters)
-        finally:
-            for p, gradient in zip(parameters, kept, strict=True):
-                p.grad = gradient
+        return tuple(map(local, gradients(loss, parameters)))
 
 
 @dataclass
