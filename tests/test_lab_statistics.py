@@ -475,7 +475,7 @@ some_cells = st.lists(
 
 
 @given(some_cells)
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=150)
 def test_nothing_that_can_be_read_makes_it_raise(cells):
     results = compared(cells)
     answer(results)
