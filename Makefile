@@ -16,7 +16,7 @@ demo: $(READY)
 		--updates 240 --every 120 --batch 32 --channels 16 --lr 2e-3 --warmup 30 --ema 0.98 --samples 400 --solver-steps 15 --vlb-images 0 --jobs 2
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -16,6 +16,7 @@ import pytest
 import sklearn.datasets
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from diffusers import DDPMPipeline
 from safetensors.torch import load_file
 from sklearn.utils import Bunch
 
@@ -82,6 +83,9 @@ def test_the_diffusers_script_goes_on_where_it_was_and_leaves_a_pipeline(run, tm
     monkeypatch.setattr(sklearn.datasets, "load_digits", lambda: Bunch(images=digits.images[:330]))
     # so that its density is a learned one from the fourth update on
     monkeypatch.setitem(SAMPLERS, "loss-second-moment", partial(nc.LossSecondMoment, refresh=4, warmup=2))
+    pipeline = DDPMPipeline.__call__
+    # of 50 steps, which take most of the time
+    monkeypatch.setattr(DDPMPipeline, "__call__", lambda self, **options: pipeline(self, **{**options, "num_inference_steps": 2}))
     said = []
     for folder, epochs in (("whole", 2), ("parts", 1), ("parts", 2)):
         text, scope = run("diffusers_unconditional", "--output_dir", folder, "--num_epochs", epochs)

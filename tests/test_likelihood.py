@@ -45,7 +45,7 @@ def chain_bound(schedule: Discrete, sigma2: np.ndarray) -> float:
 @pytest.mark.parametrize("schedule", [nc.schedule("linear", steps=50, beta_start=0.01, beta_end=0.3), nc.schedule("cosine", steps=30)], ids=repr)
 def test_bound_of_the_exact_denoiser_on_a_gaussian_is_the_closed_form(schedule, variance):
     """Levels so fine that the discretised decoder is the Gaussian density times the width of a level, 2/(levels-1)."""
-    n, levels = 200_000, 2**20
+    n, levels = 100_000, 2**20
     generator = torch.Generator().manual_seed(0)
     x0 = STD * torch.randn(n, 1, generator=generator, dtype=torch.float64)
     result = bound(schedule, nc.objective("eps"), exact_eps(schedule), x0, variance=variance, levels=levels, generator=generator)

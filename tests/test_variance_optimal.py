@@ -147,7 +147,7 @@ def exact(model, data, optimizer, clock, bins, samples=400):
 
 @pytest.mark.parametrize("weighting", ["constant", "min-snr"])
 def test_the_estimate_is_the_mean_squared_gradient_of_single_samples(weighting):
-    bins, probes = 6, 1000
+    bins, probes = 6, 400
     sampler = nc.VarianceOptimal(every=10**6, bins=bins, decay=0.9999, warmup=10**6)
     model, data, optimizer, clock = partly_trained(sampler, weighting)
     wanted = exact(model, data, optimizer, clock, bins)
@@ -158,7 +158,7 @@ def test_the_estimate_is_the_mean_squared_gradient_of_single_samples(weighting):
         clock.probe(data.sample(64, points), model)
         clock.sampler.after(clock._probe, None)
     found = clock.sampler.curve[0]
-    # √s: half the relative error of s, which is about √(2/probes) = 4.5 % from the directions and as much from the 400 samples of `exact`
+    # √s: half the relative error of s, which is about √(2/probes) = 7 % from the directions and 4.5 % from the 400 samples of `exact`
     ratio = (found / wanted).sqrt()
     assert ratio.min() > 0.9
     assert ratio.max() < 1.1
@@ -371,7 +371,8 @@ def test_it_knows_the_best_density_after_ten_times_fewer_probes_than_the_papers_
     root = np.sqrt(1 + theta**2)
     own = 0.9 * root / root.sum() + 0.1 / T
     ours = [settled(OwnParameters, nc.VarianceOptimal(every=1, bins=10, gain=1.0, decay=0.99), own, seed, 60) for seed in range(5)]
-    theirs = [settled(OwnParameters, nc.Adaptive.paper(every=1, lr=0.003, hidden=32), best_density(OwnParameters), seed, 150) for seed in range(3)]
+    best = best_density(OwnParameters)
+    theirs = [settled(OwnParameters, nc.Adaptive.paper(every=1, lr=0.003, hidden=32), best, seed, 150) for seed in range(3)]
     print(f"probes until the density stays within 0.1 of the best: VarianceOptimal {ours}, Adaptive.paper() {theirs}, where 150 means not yet")
     assert distance(np.full(T, 1 / T), own) > 0.13
     assert np.median(ours) <= 15
