@@ -234,6 +234,8 @@ class Clock:
         x = torch.linspace(-35, 35, 2**16, dtype=torch.float64, device="cpu")
         time = torch.sigmoid(x)
         share = density.log_prob(time).exp() * time * torch.sigmoid(-x)
+        if share.sum() == 0:
+            raise ValueError(f"normalize=True cannot find the mean weight under {density}, which is too narrow; leave it out")
         return (share * self.weighting(self.schedule, time, self.objective)).sum() / share.sum()
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
