@@ -382,6 +382,7 @@ class NotADensity:
         (lambda: nc.Mixture(nc.Uniform(), floor=0.0), ValueError, "floor must lie between 0 and 1"),
         (lambda: nc.Mixture("speed"), TypeError, r"Mixture blends samplers, got 'speed'; make one by its name with nc.sampler\(name\)"),
         (lambda: nc.Annealed(nc.Uniform(), "speed"), TypeError, "Annealed blends samplers, got 'speed'"),
+        (lambda: nc.Mixture(nc.Adaptive(), nc.GradientVariance()), ValueError, "every 40 and every 1000 updates; give both one `every`"),
         (lambda: nc.Annealed(nc.Uniform(), start=5, stop=5), ValueError, "start = 5, stop = 5"),
         (lambda: nc.Uniform().log_prob(torch.tensor(1.5)), ValueError, r"must lie in \[0, 1\]"),
         (lambda: nc.Shifted(nc.Uniform()).log_prob(torch.tensor(-0.5)), ValueError, r"must lie in \[0, 1\]"),

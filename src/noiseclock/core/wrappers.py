@@ -210,10 +210,13 @@ class Blend(Sampler):
         self.other.load_state_dict(state["other"])
 
 
-def _needs_samplers(owner: Blend) -> None:
+def _check_parts(owner: Blend) -> None:
     for part in owner._parts:
         if not isinstance(part, Sampler):
             raise TypeError(f"{type(owner).__name__} blends samplers, got {part!r}; make one by its name with nc.sampler(name)")
+    looks = {part.every for part in owner._parts if part.every > 0}
+    if len(looks) > 1:
+        raise ValueError(f"{type(owner).__name__}: they look at the model every {min(looks)} and every {max(looks)} updates; give both one `every`")
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ class Mixture(Blend):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        _needs_samplers(self)
+        _check_parts(self)
         take_finite(self, "floor")
         if not 0 < self.floor < 1:
             raise ValueError(f"Mixture: floor must lie between 0 and 1, got {self.floor}")
@@ -250,7 +253,7 @@ class Annealed(Blend):
     _share: Table = field(init=False, repr=False, compare=False, default_factory=lambda: Table(0.0))
 
     def __post_init__(self) -> None:
-        _needs_samplers(self)
+        _check_parts(self)
         take_whole(self, "start", "stop", least=0)
         if self.start >= self.stop:
             raise ValueError(f"Annealed: start must come before stop, got start = {self.start}, stop = {self.stop}")
