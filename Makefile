@@ -49,6 +49,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('noiseclock needs Python 3.11 or newer; this is ' + sys.version.split()[0] + '. Try: make PYTHON=python3.11')"
 	@echo "Installing into .venv (once) ..."
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	@# a third of the time would go into compiling modules, most of which nobody imports
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
