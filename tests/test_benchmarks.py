@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
     changes = {name: value for name, value in TINY.settings().items() if name not in ("seed", "lr", "updates", "sampler")}
     part = partial(script["Part"], recipe="digits", changes={**changes, "updates": 4, "precision": "fp32"}, lrs=(0.001,), every=2, samples=0)
     first, second = part("a", ("uniform", "min-snr"), until=2), part("b", ("uniform",), seeds=(0, 1), until=4)
-    here, known = tmp_path / "here", tmp_path / "known"
+    here, known, alone = tmp_path / "here", tmp_path / "known", MagicMock()
     done = known / "b" / "cells" / second.plan().cells()[1].slug
     done.mkdir(parents=True)
     (done / "points.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
@@ -130,12 +131,12 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
         return [(part.name, cell.method, cell.seed) for part, _, cell in script["left"](queue, here, known)]
 
     assert todo([first, second]) == [("a", "uniform", 0), ("a", "min-snr", 0), ("b", "uniform", 0)]
-    assert script["take"]([first, second], here, known, set(), "cpu")
+    assert script["take"]([first, second], here, known, alone, set(), "cpu")
     assert todo([first, second]) == [("a", "min-snr", 0), ("b", "uniform", 0)]
     with lock(here / "a" / "locks" / first.plan().cells()[1].slug):  # as another job would
-        script["work"]([first, second], here, known, 1, "cpu")
+        script["work"]([first, second], here, known, alone, 1, "cpu")
     assert todo([first, second]) == [("a", "min-snr", 0)]
-    script["work"]([replace(first, until=4), second], here, known, 1, "cpu")
+    script["work"]([replace(first, until=4), second], here, known, alone, 1, "cpu")
     steps = [[point["step"] for point in cell.points] for cell in read(here / "a").cells]
     assert steps == [[2, 4], [2, 4]]
     assert [(cell.method, cell.seed, cell.finished) for cell in read(here / "b").cells] == [("uniform", 0, True)]
@@ -145,6 +146,7 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
     assert json.loads((done / "points.jsonl").read_text().splitlines()[0]) == {"step": 2}  # as it was
     printed = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     assert [words[1] for words in printed if words[-1] == "begins"] == ["uniform", "uniform", "uniform", "min-snr"]
+    assert alone.__enter__.call_count == 4  # once for each that begins
 
 
 def test_the_queue_on_cifar10_can_be_trained_as_it_is_written(capsys, tmp_path):
