@@ -142,7 +142,8 @@ def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
 
 def collect(queue: list[Part], folder: Path, results: Path) -> None:
     """Put the evaluations and logs of this folder beside the others; where both have a training, the one that came further stays."""
-    for name, part in {part.name: part for part in queue if (folder / part.name).exists()}.items():
+    begun = {part.name: part for part in queue if any(map(reached, (folder / part.name / "cells").glob("*")))}
+    for name, part in begun.items():
         with tempfile.TemporaryDirectory() as measured:
             shutil.copytree(folder / name, measured, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINED))
             print(f"{compare.merge(part.plan(), results / name, [measured])} trainings joined to {results / name}")

@@ -140,7 +140,9 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
     steps = [[point["step"] for point in cell.points] for cell in read(here / "a").cells]
     assert steps == [[2, 4], [2, 4]]
     assert [(cell.method, cell.seed, cell.finished) for cell in read(here / "b").cells] == [("uniform", 0, True)]
-    script["collect"]([first, second], here, known)
+    begun = part("c", ("uniform",))
+    (here / "c" / "cells" / begun.plan().cells()[0].slug).mkdir(parents=True)  # not evaluated yet: nothing to be told
+    script["collect"]([first, second, begun], here, known)
     assert {cell.slug for part in (first, second) for cell in part.plan().cells()} == {path.name for path in known.glob("*/cells/*")}
     assert {path.name for path in known.glob("*/cells/*/*")} == {"cell.json", "finished.json", "log.jsonl", "points.jsonl"}
     assert json.loads((done / "points.jsonl").read_text().splitlines()[0]) == {"step": 2}  # as it was
