@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import solvers  # beside this file
 import torch
 
 from noiseclock.lab import compare
@@ -38,7 +39,7 @@ PAPERS = ("p2", "log-normal", "speed+change-aware", "adaptive.paper")
 
 @dataclass(frozen=True)
 class Part:
-    """Some trainings of a comparison, up to an update."""
+    """Some trainings of a comparison, up to an update. solved: other solvers are tried on what was trained to its end."""
 
     name: str
     methods: tuple[str, ...]
@@ -49,6 +50,7 @@ class Part:
     changes: dict[str, Any] = field(default_factory=dict)
     every: int = 5_000
     samples: int = 10_000
+    solved: bool = False
 
     def plan(self) -> compare.Plan:
         """The comparison that they belong to."""
@@ -65,12 +67,12 @@ QUEUE = [  # by what they decide
     # each method at its best of three learning rates
     Part("cifar10-sprint-5k", (*PROBED, "variance-optimal+min-snr"), lrs=(0.0002,), until=5_000, changes={"updates": 5_000}),
     Part(LINEAR, PROBED, lrs=(0.0008,), until=5_000),
-    # a third seed of the leaders, and with it the models that solvers are tried on
+    # a third seed of the leaders
     Part(LINEAR, OURS[:2], seeds=(2,)),
-    Part(LINEAR, PAPERS[2:]),
-    # three schedules
-    Part(LINEAR, PAPERS[:2]),
-    Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
+    # three schedules; on one of them other solvers too
+    Part(COSINE, OURS[:2] + PAPERS[2:], changes={"schedule": "cosine"}, solved=True),
+    Part(COSINE, OURS[2:] + PAPERS[:2], changes={"schedule": "cosine"}),
+    Part(LINEAR, PAPERS),
     Part(QUADRATIC, OURS + PAPERS, changes={"schedule": "quadratic"}),
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
@@ -93,8 +95,13 @@ def left(queue: list[Part], folder: Path, results: Path) -> Iterator[tuple[Part,
     for part in queue:
         plan = part.plan()
         for cell in plan.cells():
-            if max(reached(root / part.name / "cells" / cell.slug) for root in (folder, results)) < part.until:
+            if not any(done(part, root / part.name / "cells" / cell.slug) for root in (folder, results)):
                 yield part, plan, cell
+
+
+def done(part: Part, cell: Path) -> bool:
+    """Whether nothing of a training is left."""
+    return reached(cell) >= part.until and not (part.solved and solvers.missing(cell))
 
 
 def reached(cell: Path) -> int:
@@ -119,7 +126,7 @@ def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
             continue
         try:
             with lock(here / "locks" / cell.slug):
-                if reached(here / "cells" / cell.slug) >= part.until:  # by another job, a moment ago
+                if done(part, here / "cells" / cell.slug):  # by another job, a moment ago
                     continue
                 with alone:
                     compare.begin(plan, here, device)
@@ -131,6 +138,8 @@ def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
                             cell,
                             *(f"{name} {event.point[name]:.5g}" for name in ("step", "validation", "bits", "frechet") if name in event.point),
                         )
+                if part.solved:  # here, where the network is compiled already
+                    solvers.measure(here / "cells" / cell.slug, device=device)
         except Busy:
             continue
         except Failure as error:  # a method that diverges is a result

@@ -1,16 +1,17 @@
 """Does the way of training change what a fast solver can do? Every solver on the trained models of a comparison.
 
-    python benchmarks/solvers.py runs/cifar10/cifar10-sprint-20k --methods uniform variance-optimal --out solvers.json
+    python benchmarks/solvers.py runs/cifar10/cifar10-sprint-cosine --methods uniform variance-optimal
     python benchmarks/solvers.py results/digits --solvers ddim:5 ddim:20:500
 
 A solver is its name, its steps, and how many pictures unless --samples: fewer for the slow ones, whose FID is to be read against that of others with
-as few. What the JSON holds already is not measured again.
+as few. What is measured stands beside each training, in its solvers.jsonl, and is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,58 +22,75 @@ import noiseclock as nc
 from noiseclock.lab.built import sampled
 from noiseclock.lab.data import pictured
 from noiseclock.lab.evaluate import compare_images
-from noiseclock.lab.results import read
+from noiseclock.lab.results import Cell, read
 from noiseclock.lab.trained import opened
 
-SOLVERS = ["ddim:10", "ddim:50", "ddim:200", "dpm++:10", "dpm++:20", "ddpm:1000:2000", "ddim:50:2000"]
+SOLVERS = ("ddim:10", "ddim:50", "ddim:200", "dpm++:10", "dpm++:20", "ddpm:1000:2000", "ddim:50:2000")
+SAMPLES = 10_000
 
 
-def measured(cell: Any, solver: str, steps: int, samples: int, device: torch.device) -> dict[str, Any]:
-    """What the averaged weights of a finished training are worth under a solver."""
-    run = opened(cell.folder, device=device)
-    images = sampled(run.net, replace(run.recipe, solver=solver, solver_steps=steps), run.clock, run.data, samples, device=device)
-    found = compare_images(images, pictured(run.data), solver=solver, steps=steps, device=device)
-    return {"frechet": found.frechet, "kernel": found.kernel.mean, "precision": found.precision, "recall": found.recall}
+def named(text: str, samples: int) -> dict[str, Any]:
+    """A solver as the command line has it."""
+    solver, steps, count = (*text.split(":"), str(samples))[:3]
+    return {"solver": solver, "steps": int(steps), "samples": int(count)}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def known(folder: Path) -> list[dict[str, Any]]:
+    """What was measured of a training."""
+    path = folder / "solvers.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def missing(folder: Path, solvers: Sequence[str] = SOLVERS, samples: int = SAMPLES) -> list[dict[str, Any]]:
+    """What was not."""
+    rows = known(folder)
+    return [wanted for wanted in (named(text, samples) for text in solvers) if not any(wanted.items() <= row.items() for row in rows)]
+
+
+def measure(folder: Path, solvers: Sequence[str] = SOLVERS, samples: int = SAMPLES, device: str | torch.device | None = None) -> None:
+    """What the averaged weights of a finished training are worth under each solver that was not tried on them."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for wanted in missing(folder, solvers, samples):
+        run = opened(folder, device=device)
+        recipe = replace(run.recipe, solver=wanted["solver"], solver_steps=wanted["steps"])
+        images = sampled(run.net, recipe, run.clock, run.data, wanted["samples"], device=device)
+        found = compare_images(images, pictured(run.data), solver=recipe.solver, steps=recipe.solver_steps, device=device)
+        row = {**wanted, "frechet": found.frechet, "kernel": found.kernel.mean, "precision": found.precision, "recall": found.recall}
+        row |= {
+            "torch": torch.__version__,
+            "noiseclock": nc.__version__,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        }
+        with (folder / "solvers.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def table(cells: Sequence[Cell]) -> str:
     """A line for each training, a column for each solver."""
-    columns = list(dict.fromkeys((row["solver"], row["steps"], row["samples"]) for row in rows))
-    trainings = list(dict.fromkeys((row["method"], row["lr"], row["seed"]) for row in rows))
-    found = {tuple(row[name] for name in ("method", "lr", "seed", "solver", "steps", "samples")): row["frechet"] for row in rows}
+    found = [{(row["solver"], row["steps"], row["samples"]): row["frechet"] for row in known(cell.folder)} for cell in cells]
+    columns = list(dict.fromkeys(column for row in found for column in row))
     lines = [f"{'method':<30}  {'lr':>7}  {'seed':>4}" + "".join(f"  {f'{solver} {steps} ({n:,})':>18}" for solver, steps, n in columns)]
-    for method, lr, seed in trainings:
-        values = [found.get((method, lr, seed, *column)) for column in columns]
-        lines.append(f"{method:<30}  {lr:>7g}  {seed:>4}" + "".join(f"  {'' if v is None else f'{v:.2f}':>18}" for v in values))
+    for cell, row in zip(cells, found, strict=True):
+        values = "".join(f"  {f'{row[column]:.2f}' if column in row else '':>18}" for column in columns)
+        lines.append(f"{cell.method:<30}  {cell.lr:>7g}  {cell.seed:>4}{values}")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, write the JSON after each, print one table."""
+    """Measure, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of a comparison, with its checkpoints")
     parser.add_argument("--methods", nargs="+", help="all of the comparison unless given")
     parser.add_argument("--solvers", nargs="+", default=SOLVERS)
-    parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--device", help="cuda where there is one")
     args = parser.parse_args(argv)
-    device = torch.device(args.device)
     results = read(args.folder)
-    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
-    setup = {"torch": torch.__version__, "noiseclock": nc.__version__, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
-    for cell in (cell for method in args.methods or results.methods for cell in results.of(method) if cell.finished):
-        for text in args.solvers:
-            solver, steps, samples = (*text.split(":"), str(args.samples))[:3]
-            key = {"method": cell.method, "lr": cell.lr, "seed": cell.seed, "solver": solver, "steps": int(steps), "samples": int(samples)}
-            if any(key.items() <= row.items() for row in rows):
-                continue
-            rows.append({**key, **measured(cell, solver, int(steps), int(samples), device)})
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps({"setup": setup, "rows": rows}, indent=1) + "\n")
+    cells = [cell for method in args.methods or results.methods for cell in results.of(method) if cell.finished]
+    for cell in cells:
+        measure(cell.folder, args.solvers, args.samples, args.device)
     print("Fréchet distances (FID on pictures), pictures in brackets")
-    print(table(rows))
+    print(table(cells))
 
 
 if __name__ == "__main__":

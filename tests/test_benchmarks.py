@@ -117,32 +117,37 @@ def test_the_page_on_scaling_shows_what_the_script_prints(capsys):
     assert script["adaptive"](script["nc"].Adaptive(), 128, 1) == pytest.approx(21.6, abs=0.05)
 
 
-def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_known(tmp_path, capsys):
-    script = runpy.run_path(str(ROOT / "cifar10.py"))
+@pytest.fixture
+def queue(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))  # as for a script: it has its neighbour at hand
+    return runpy.run_path(str(ROOT / "cifar10.py"))
+
+
+def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_known(queue, tmp_path, capsys):
     changes = {name: value for name, value in TINY.settings().items() if name not in ("seed", "lr", "updates", "sampler")}
-    part = partial(script["Part"], recipe="digits", changes={**changes, "updates": 4, "precision": "fp32"}, lrs=(0.001,), every=2, samples=0)
+    part = partial(queue["Part"], recipe="digits", changes={**changes, "updates": 4, "precision": "fp32"}, lrs=(0.001,), every=2, samples=0)
     first, second = part("a", ("uniform", "min-snr"), until=2), part("b", ("uniform",), seeds=(0, 1), until=4)
     here, known, alone = tmp_path / "here", tmp_path / "known", MagicMock()
     done = known / "b" / "cells" / second.plan().cells()[1].slug
     done.mkdir(parents=True)
     (done / "points.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
 
-    def todo(queue):
-        return [(part.name, cell.method, cell.seed) for part, _, cell in script["left"](queue, here, known)]
+    def todo(parts):
+        return [(part.name, cell.method, cell.seed) for part, _, cell in queue["left"](parts, here, known)]
 
     assert todo([first, second]) == [("a", "uniform", 0), ("a", "min-snr", 0), ("b", "uniform", 0)]
-    assert script["take"]([first, second], here, known, alone, set(), "cpu")
+    assert queue["take"]([first, second], here, known, alone, set(), "cpu")
     assert todo([first, second]) == [("a", "min-snr", 0), ("b", "uniform", 0)]
     with lock(here / "a" / "locks" / first.plan().cells()[1].slug):  # as another job would
-        script["work"]([first, second], here, known, alone, 1, "cpu")
+        queue["work"]([first, second], here, known, alone, 1, "cpu")
     assert todo([first, second]) == [("a", "min-snr", 0)]
-    script["work"]([replace(first, until=4), second], here, known, alone, 1, "cpu")
+    queue["work"]([replace(first, until=4), second], here, known, alone, 1, "cpu")
     steps = [[point["step"] for point in cell.points] for cell in read(here / "a").cells]
     assert steps == [[2, 4], [2, 4]]
     assert [(cell.method, cell.seed, cell.finished) for cell in read(here / "b").cells] == [("uniform", 0, True)]
     begun = part("c", ("uniform",))
     (here / "c" / "cells" / begun.plan().cells()[0].slug).mkdir(parents=True)  # not evaluated yet: nothing to be told
-    script["collect"]([first, second, begun], here, known)
+    queue["collect"]([first, second, begun], here, known)
     assert {cell.slug for part in (first, second) for cell in part.plan().cells()} == {path.name for path in known.glob("*/cells/*")}
     assert {path.name for path in known.glob("*/cells/*/*")} == {"cell.json", "finished.json", "log.jsonl", "points.jsonl"}
     assert json.loads((done / "points.jsonl").read_text().splitlines()[0]) == {"step": 2}  # as it was
@@ -151,12 +156,29 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
     assert alone.__enter__.call_count == 4  # once for each that begins
 
 
-def test_the_queue_on_cifar10_can_be_trained_as_it_is_written(capsys, tmp_path):
-    script = runpy.run_path(str(ROOT / "cifar10.py"))
-    script["main"]([str(tmp_path), "--list", "--results", str(tmp_path)])
+def test_what_the_queue_has_trained_is_solved_in_other_ways_too(queue, tmp_path, monkeypatch, capsys):
+    import solvers
+
+    missing, few = solvers.missing, (("ddim:2", "dpm++:3"), 8)
+    monkeypatch.setattr(solvers, "missing", lambda cell, *_: missing(cell, *few))
+    settings = {name: value for name, value in TINY.settings().items() if name not in ("seed", "lr", "updates", "sampler")}
+    part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 2, "digits", {**settings, "updates": 2, "precision": "fp32"}, 2, 0, solved=True)
+    here, known = tmp_path / "here", tmp_path / "known"
+    queue["work"]([replace(part, solved=False)], here, known, MagicMock(), 1, "cpu")
+    assert list(queue["left"]([replace(part, solved=False)], here, known)) == []
+    assert len(list(queue["left"]([part], here, known))) == 1  # trained, and not solved
+    queue["work"]([part], here, known, MagicMock(), 1, "cpu")
+    assert list(queue["left"]([part], here, known)) == []
+    queue["collect"]([part], here, known)
+    (cell,) = (known / "a" / "cells").iterdir()
+    assert [(row["solver"], row["samples"]) for row in solvers.known(cell)] == [("ddim", 8), ("dpm++", 8)]
+
+
+def test_the_queue_on_cifar10_can_be_trained_as_it_is_written(queue, capsys, tmp_path):
+    queue["main"]([str(tmp_path), "--list", "--results", str(tmp_path)])
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == len(set(printed)) == sum(len(part.plan().cells()) for part in script["QUEUE"])
-    for part in script["QUEUE"]:
+    assert len(printed) == len(set(printed)) == sum(len(part.plan().cells()) for part in queue["QUEUE"])
+    for part in queue["QUEUE"]:
         assert part.until % part.every == 0
         if (compared := ROOT / "results" / part.name / "compare.json").exists():  # the settings of what is there, so that results can be merged
             theirs, mine = completed(json.loads(compared.read_text())["settings"]), plain(part.plan().config()["settings"])
@@ -166,15 +188,15 @@ def test_the_queue_on_cifar10_can_be_trained_as_it_is_written(capsys, tmp_path):
 def test_solvers_are_measured_on_the_models_of_a_comparison(tmp_path, capsys):
     plan = Plan("digits", replace(TINY, updates=2), ("uniform", "min-snr"), (0,), (0.001,), 2, 0, 0)
     list(compare(plan, tmp_path / "models", device="cpu"))
-    script, out = runpy.run_path(str(ROOT / "solvers.py")), tmp_path / "solvers.json"
-    words = [str(tmp_path / "models"), "--samples", "8", "--device", "cpu", "--out", str(out)]
+    script = runpy.run_path(str(ROOT / "solvers.py"))
+    words = [str(tmp_path / "models"), "--samples", "8", "--device", "cpu"]
     script["main"]([*words, "--methods", "uniform", "--solvers", "ddim:2"])
-    first = json.loads(out.read_text())["rows"]
+    uniform, min_snr = (tmp_path / "models" / "cells" / cell.slug for cell in plan.cells())
+    (first,) = script["known"](uniform)
+    assert script["known"](min_snr) == []
     script["main"]([*words, "--solvers", "ddim:2", "dpm++:3:6"])
-    rows = json.loads(out.read_text())["rows"]
-    assert rows[0] == first[0]  # as it was
-    assert [(row["method"], row["solver"], row["steps"], row["samples"]) for row in rows] == [
-        ("uniform", "ddim", 2, 8), ("uniform", "dpm++", 3, 6), ("min-snr", "ddim", 2, 8), ("min-snr", "dpm++", 3, 6),
-    ]  # fmt: skip
+    rows = [row for cell in (uniform, min_snr) for row in script["known"](cell)]
+    assert rows[0] == first  # as it was
+    assert [(row["solver"], row["steps"], row["samples"]) for row in rows] == 2 * [("ddim", 2, 8), ("dpm++", 3, 6)]
     assert len({row["frechet"] for row in rows}) == 4
     assert f"{rows[3]['frechet']:.2f}" in capsys.readouterr().out.splitlines()[-1]
