@@ -61,7 +61,7 @@ class Part:
 LINEAR, COSINE, QUADRATIC = "cifar10-sprint-20k", "cifar10-sprint-cosine", "cifar10-sprint-quadratic"
 BRIEF = {"updates": 20_000, "warmup": 500, "ema": 0.999}
 CONTINUOUS = {**BRIEF, "channels": 64, "batch": 128}
-PROBED = ("adaptive", "adaptive+min-snr", "lookahead", "lookahead:target=min-snr+min-snr")
+PROBED = ("adaptive.scaled", "adaptive.scaled+min-snr", "lookahead", "lookahead:target=min-snr+min-snr")
 
 QUEUE = [  # by what they decide
     # each method at its best of three learning rates
@@ -77,7 +77,7 @@ QUEUE = [  # by what they decide
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
     # what else was proposed
-    Part(LINEAR, ("gradient-variance", "loss-history", "adaptive", "adaptive.released", "adaptive+min-snr", "speed", "change-aware")),
+    Part(LINEAR, ("gradient-variance", "loss-history", "adaptive.released", "adaptive.paper+min-snr", "speed", "change-aware")),
     Part(LINEAR, OURS[2:], seeds=(2,)),
     # ablations: how many losses a reward is made of, and how they are chosen; SpeeD's three settings
     Part(LINEAR, tuple(f"adaptive.paper:{option}" for option in ("count=1", "count=10", "select=greedy", "select=all,stride=25")), until=5_000),
@@ -85,8 +85,8 @@ QUEUE = [  # by what they decide
     Part(LINEAR, tuple(f"speed+change-aware:lam={lam}" for lam in (0.5, 0.8, 1.0)), until=5_000),
     Part(LINEAR, tuple(f"speed:tau={tau}+change-aware" for tau in (500, 800)), until=5_000),
     # continuous time
-    Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive"), until=10_000, recipe="cifar10-edm", changes=CONTINUOUS),
-    Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive"), until=10_000, recipe="cifar10-flow", changes=CONTINUOUS),
+    Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-edm", changes=CONTINUOUS),
+    Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-flow", changes=CONTINUOUS),
 ]
 
 

@@ -42,13 +42,13 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--updates", type=int, default=400)
 parser.add_argument("--seeds", type=int, default=3)
 args = parser.parse_args()
-for name in ("uniform", "loss-second-moment", "variance-optimal", "adaptive"):
+for sampler in (nc.Uniform(), nc.LossSecondMoment(), nc.VarianceOptimal(), nc.Adaptive.scaled()):
     losses = []
     for seed in range(args.seeds):
         torch.manual_seed(seed)
         net, sounds = Net(), torch.Generator().manual_seed(seed)
         optimizer = torch.optim.Adam(net.parameters(), 2e-3)
-        clock = nc.Clock("cosine", name, seed=seed).attach(optimizer)
+        clock = nc.Clock("cosine", sampler, seed=seed).attach(optimizer)
         for _ in range(args.updates):
             b = clock.draw(strings(64, sounds), predict=net)
             clock.loss(b, net(b.x_t, b.t)).mean().backward()
@@ -56,4 +56,4 @@ for name in ("uniform", "loss-second-moment", "variance-optimal", "adaptive"):
             optimizer.zero_grad()
         held_out = strings(128, torch.Generator().manual_seed(10**6))
         losses.append(nc.measure.loss_over_time(clock, net, held_out).loss.mean())
-    print(f"{name:<20} held-out loss {sum(losses) / len(losses):.4f}, {min(losses):.4f} to {max(losses):.4f} over {args.seeds} seeds", flush=True)
+    print(f"{type(sampler).__name__:<20} held-out loss {sum(losses) / len(losses):.4f}, {min(losses):.4f} to {max(losses):.4f}", flush=True)

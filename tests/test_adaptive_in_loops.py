@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the sampling", "ignore:.*of the 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("weighting", ["constant", "min-snr"])
 def test_optimisers_and_weightings(make, weighting):
-    clock, _, _ = started(nc.Adaptive(every=2), make=make, weighting=weighting)
+    clock, _, _ = started(nc.Adaptive.scaled(every=2), make=make, weighting=weighting)
     assert clock.sampler.probes == 4
     assert np.isfinite(clock.plot_data().effective).all()
 
@@ -34,7 +34,7 @@ def test_probes_do_not_touch_training_but_through_the_times():
     """With the density held at uniform by a policy that cannot move, training with and without probes is the same, bit for bit."""
     runs = []
     for every in (2, 1000):
-        clock, model, _ = started(nc.Adaptive(every=every, lr=1e-30, floor=0.999), steps=7)
+        clock, model, _ = started(nc.Adaptive.scaled(every=every, lr=1e-30, floor=0.999), steps=7)
         runs.append((clock.sampler.probes, [p.clone() for p in model.parameters()]))
     assert [probes for probes, _ in runs] == [4, 1]
     for p, q in zip(runs[0][1], runs[1][1], strict=True):
@@ -53,7 +53,7 @@ def test_images_latents_and_conditioning():
     for shape in ((3, 16, 16), (4, 8, 8)):
         model = Conditional(shape[0])
         optimizer = torch.optim.Adam(model.parameters())
-        clock = nc.Clock("cosine", nc.Adaptive(every=2, stride=50)).attach(optimizer)
+        clock = nc.Clock("cosine", nc.Adaptive.scaled(every=2, stride=50)).attach(optimizer)
         for _ in range(5):
             x0, label = torch.randn(6, *shape), torch.arange(6)
             b = clock.draw(x0, predict=model, cond={"label": label})
@@ -71,7 +71,7 @@ def test_accumulation_probes_the_first_micro_batch():
     torch.manual_seed(0)
     model = Denoiser(width=16)
     optimizer = torch.optim.Adam(model.parameters())
-    clock = nc.Clock("linear", nc.Adaptive(every=2, stride=100)).attach(optimizer)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=2, stride=100)).attach(optimizer)
     train(clock, model, optimizer, steps=6, accumulate=4)
     assert clock.updates == 6
     assert clock.sampler.probes == 3
@@ -84,7 +84,7 @@ def test_a_probe_goes_with_the_batch_that_it_saw_whatever_is_drawn_before_the_up
     optimizer = torch.optim.Adam(model.parameters())
     after = nc.Adaptive.after
     monkeypatch.setattr(nc.Adaptive, "after", lambda self, probe, batch: (pairs.append((probe.x0, batch.x0)), after(self, probe, batch)))
-    clock = nc.Clock("linear", nc.Adaptive(every=1, stride=100)).attach(optimizer)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=1, stride=100)).attach(optimizer)
     for _ in range(2):
         for size in (8, 6):
             b = clock.draw(torch.randn(size, 2), predict=model)
@@ -104,7 +104,7 @@ def test_a_compiled_model_compiles_no_more_after_the_first_probe():
     torch.manual_seed(0)
     model = torch.compile(Denoiser(width=8), backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    clock = nc.Clock("linear", nc.Adaptive(every=2, stride=37)).attach(optimizer)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=2, stride=37)).attach(optimizer)
     train(clock, model, optimizer, steps=1)
     first = len(compiled)
     train(clock, model, optimizer, steps=6)
@@ -115,7 +115,7 @@ def test_a_compiled_model_compiles_no_more_after_the_first_probe():
 def test_a_default_dtype_of_the_users_changes_no_probe():
     torch.set_default_dtype(torch.float64)
     try:
-        clock, _, _ = started(nc.Adaptive(every=1, stride=10), steps=2)
+        clock, _, _ = started(nc.Adaptive.scaled(every=1, stride=10), steps=2)
     finally:
         torch.set_default_dtype(torch.float32)
     assert clock.sampler.probes == 2
@@ -136,7 +136,7 @@ def test_rewards_that_are_no_numbers_are_skipped_and_counted():
     torch.manual_seed(0)
     model = Breaks(width=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    clock = nc.Clock("linear", nc.Adaptive(every=1, stride=100)).attach(optimizer)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=1, stride=100)).attach(optimizer)
     train(clock, model, optimizer, steps=3)
     model.broken = True
     train(clock, model, optimizer, steps=2)
@@ -150,7 +150,7 @@ def test_a_sample_that_is_no_number_is_drawn_for_and_breaks_nothing_else():
     torch.manual_seed(0)
     model = Denoiser(width=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    clock = nc.Clock("linear", nc.Adaptive(every=1, stride=100), nc.MinSNR(normalize=True)).attach(optimizer)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=1, stride=100), nc.MinSNR(normalize=True)).attach(optimizer)
     train(clock, model, optimizer, steps=2)
     x0 = torch.randn(8, 2)
     x0[0], x0[1, 0] = torch.nan, torch.inf
@@ -163,7 +163,7 @@ def test_a_sample_that_is_no_number_is_drawn_for_and_breaks_nothing_else():
 
 
 def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():
-    clock, model, _ = started(nc.Adaptive(every=1, stride=10), steps=4)
+    clock, model, _ = started(nc.Adaptive.scaled(every=1, stride=10), steps=4)
     sampler = clock.sampler
     policy = [p.detach().clone() for p in sampler._policy.parameters()]
     rows, reward, skipped, updates = sampler._queue.rows.clone(), sampler._reward.clone(), sampler.skipped, clock.updates
@@ -181,7 +181,7 @@ def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():
 
 
 def test_warnings_are_given_once_with_advice():
-    clock, _, _ = started(nc.Adaptive(every=2), steps=0)
+    clock, _, _ = started(nc.Adaptive.scaled(every=2), steps=0)
     adaptive = clock.sampler
     collapsed = torch.full((100,), adaptive.floor / 100, dtype=torch.float64)
     collapsed[:3] += (1 - adaptive.floor) / 3
@@ -199,7 +199,7 @@ def test_a_small_effective_sample_size_is_said_where_the_loss_is_corrected():
     """Beta(30, 1) over a uniform base: E_p[(base/p)²] is nearly 1/floor, so the effective size is nearly the floor."""
     for correct in ("none", "importance"):
         model = Denoiser()
-        clock = nc.Clock(nc.schedule("linear", steps=100), nc.Adaptive(every=1, lr=1e-9, floor=0.02), correct=correct)
+        clock = nc.Clock(nc.schedule("linear", steps=100), nc.Adaptive.scaled(every=1, lr=1e-9, floor=0.02), correct=correct)
         clock.draw(torch.zeros(8, 2), predict=model)
         last = clock.sampler._policy.net[-1]
         torch.nn.init.zeros_(last.weight)
@@ -224,7 +224,7 @@ def test_starved_times_are_said():
 
 
 def test_a_selection_no_better_than_chance_is_said():
-    clock, _, _ = started(nc.Adaptive(every=2, queue=5, count=1), steps=0)
+    clock, _, _ = started(nc.Adaptive.scaled(every=2, queue=5, count=1), steps=0)
     adaptive = clock.sampler
     # one column carries the mean, and the selection is held elsewhere
     rows = 1e-3 * torch.randn(5, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -243,7 +243,7 @@ def test_a_selection_no_better_than_chance_is_said():
         (lambda: nc.Adaptive(every=0), ValueError, "every must be a whole number of at least 1, got 0"),
         (lambda: nc.Adaptive(queue=2), ValueError, "queue must be a whole number of at least 3, got 2"),
         (lambda: nc.Adaptive(select="best"), ValueError, "known: all, f, greedy"),
-        (lambda: nc.Adaptive(variant="ours"), ValueError, "known: noiseclock, paper, released"),
+        (lambda: nc.Adaptive(variant="ours"), ValueError, "known: paper, released, scaled"),
         (lambda: nc.Adaptive(floor=0.0), ValueError, "so that every time stays reachable, got 0"),
         (lambda: nc.Adaptive(lr=-1.0), ValueError, "lr must be positive"),
         (lambda: nc.Adaptive().sample(3), ValueError, "learns from a Clock"),
@@ -275,7 +275,7 @@ def _rank(rank: int, port: int, wrapped: str, results) -> None:
                     fully_shard(layer)
             fully_shard(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive(every=2)).attach(optimizer)
+        clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive.scaled(every=2)).attach(optimizer)
         data, times = ring(), []
         for step in range(7):
             # the last batch is uneven, as at the end of an epoch
@@ -304,7 +304,7 @@ def test_ranks_share_queue_selection_and_policy_and_draw_different_times(wrapped
     assert not any((a[:, None] == b).any() for a, b in zip(times, times2, strict=True))
     # and that state resumes on one process
     model = Denoiser(width=16)
-    clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive(every=2))
+    clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive.scaled(every=2))
     clock.sampler.load_state_dict({**clock.sampler.state_dict(), "queue": queue, "mean": mean, "policy": policy, "shape": [2]})
     clock.draw(ring().sample(16), predict=model)
     assert torch.equal(clock.sampler._policy.state_dict()["net.1.weight"], policy["net.1.weight"])
@@ -327,7 +327,7 @@ def test_two_ranks_probe_what_one_would(place, free_port):
 def _probe_of(rank: int, place=(None, None)):
     torch.manual_seed(0)
     model = Denoiser(width=16)
-    clock = nc.Clock(nc.schedule("linear", steps=101), nc.Adaptive(every=2), rank=place[0], world_size=place[1])
+    clock = nc.Clock(nc.schedule("linear", steps=101), nc.Adaptive.scaled(every=2), rank=place[0], world_size=place[1])
     x0, noise = (torch.randn(8, 2, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(2))
     return clock, nc.Probe(model, clock.schedule, clock.objective, x0, noise=noise, modules=[model])
 

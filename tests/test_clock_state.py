@@ -122,7 +122,7 @@ def test_loading_into_a_used_clock_goes_on_from_the_state():
 
 
 OFTEN = {  # options with which each learns within a dozen updates of 16 samples
-    "adaptive": {"every": 2, "stride": 100, "queue": 3},
+    "adaptive": {"every": 2, "stride": 100, "queue": 3, "variant": "scaled"},
     "gradient-variance": {"every": 2, "pairs": 1, "bins": 4},
     "loss-ema": {},
     "loss-history": {"length": 1},
@@ -180,7 +180,7 @@ def test_inference_mode_leaves_the_clock_usable():
 def test_a_probe_begun_in_inference_mode_can_be_learned_from():
     model = Denoiser()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    clock = nc.Clock("linear", nc.Adaptive(every=5, stride=100)).attach(optimizer)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=5, stride=100)).attach(optimizer)
     with torch.inference_mode():
         clock.draw(data(), predict=model)  # as a look at the model before training does
     with clock.step(model, data()) as losses:

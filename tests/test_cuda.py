@@ -89,7 +89,7 @@ def test_a_captured_step_draws_and_learns_as_an_eager_one(sampler):
 
 
 LEARNING = [
-    nc.Adaptive(every=2, stride=100),
+    nc.Adaptive.scaled(every=2, stride=100),
     nc.LossSecondMoment(warmup=1),
     nc.LossSecondMoment.published(),
     nc.LossEMA(warmup=1),

@@ -64,7 +64,7 @@ def test_a_comparison_tells_what_each_sampler_gave(name, run, monkeypatch):
 
     monkeypatch.setattr(nc.measure, "loss_over_time", at_two_times)
     lines = run(name, "--updates", 3, "--seeds", 1)[0].splitlines()
-    assert {"uniform", "loss-second-moment", "variance-optimal", "adaptive"} <= {line.split()[0] for line in lines}
+    assert {"uniform", "losssecondmoment", "varianceoptimal", "adaptive"} <= {line.split()[0].lower().replace("-", "") for line in lines}
     told = [re.findall(r"(?<!± )\b(\d\.\d{4})", line) for line in lines]
     # of one seed the mean is what was measured, and so are the ends of the range
     assert sorted({number for numbers in told for number in numbers}) == sorted({f"{found.loss.mean():.4f}" for found in measured})

@@ -65,7 +65,7 @@ def followed(sampler, freeze=True, optimizer=torch.optim.Adam, lr=2e-3, updates=
 
 
 SAMPLERS = {
-    "adaptive": lambda: nc.Adaptive(every=1, stride=100),
+    "adaptive": lambda: nc.Adaptive.scaled(every=1, stride=100),
     "variance-optimal": lambda: nc.VarianceOptimal(every=1, bins=BINS),
     "lookahead": lambda: nc.Lookahead(every=1, bins=BINS),
     "gradient-variance": lambda: nc.GradientVariance(bins=BINS, samples=4, every=1),

@@ -299,7 +299,7 @@ def stepped(clock, model, optimizer, updates, seed):
 
 
 SAMPLERS = {
-    "adaptive": nc.Adaptive(every=2, stride=50),
+    "adaptive": nc.Adaptive.scaled(every=2, stride=50),
     "variance-optimal": nc.VarianceOptimal(every=2, warmup=1, bins=4),
     "loss-second-moment": nc.LossSecondMoment(warmup=1, bins=4),
     "speed": nc.SpeeD(),
@@ -370,7 +370,7 @@ def test_of_a_unet_with_adapters_only_the_adapters_are_probed(name):
 
     unet.register_forward_pre_hook(watch)
     optimizer = torch.optim.AdamW(adapters, lr=1e-3)
-    sampler = nc.Adaptive(every=1, stride=250) if name == "adaptive" else nc.sampler(name, every=1, bins=4)
+    sampler = nc.Adaptive.scaled(every=1, stride=250) if name == "adaptive" else nc.sampler(name, every=1, bins=4)
     clock = clock_from(DDPMScheduler(), sampler).attach(optimizer)
     for _ in range(3):
         b = clock.draw(torch.randn(4, 1, 4, 4), predict=lambda x, t, words: unet(x, t, words).sample, cond=torch.randn(4, 3, 6))

@@ -96,7 +96,7 @@ SAMPLERS = {
     "uniform": lambda: nc.Uniform(),
     "loss-second-moment": lambda: nc.LossSecondMoment(bins=4, refresh=3, warmup=4),
     "variance-optimal": lambda: nc.VarianceOptimal(every=1, bins=4, warmup=2, gain=1.0),
-    "adaptive": lambda: nc.Adaptive(every=2, stride=100, lr=1e-3),
+    "adaptive": lambda: nc.Adaptive.scaled(every=2, stride=100, lr=1e-3),
     "annealed": lambda: nc.Annealed(nc.LogitNormal(), start=2, stop=30),
 }
 
@@ -210,7 +210,7 @@ def poisoned(model, steps):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_steps_that_a_grad_scaler_skips_do_not_count(fused, tmp_path, monkeypatch):
     """16-mixed as on a GPU, with the scaler that Lightning would make there. A probe that a skipped step interrupts is made anew."""
-    model, pairs = Model(nc.Adaptive(every=1, stride=100, lr=1e-3)), []
+    model, pairs = Model(nc.Adaptive.scaled(every=1, stride=100, lr=1e-3)), []
     model.configure_optimizers = lambda: torch.optim.Adam(model.parameters(), 1e-2, fused=fused)
     after = nc.Adaptive.after
     monkeypatch.setattr(nc.Adaptive, "after", lambda self, probe, batch: (pairs.append((probe.x0, batch.x0)), after(self, probe, batch)))
@@ -226,7 +226,7 @@ def test_steps_that_a_grad_scaler_skips_do_not_count(fused, tmp_path, monkeypatc
 
 
 def test_without_mixed_precision_nothing_is_skipped(tmp_path):
-    model = Model(nc.Adaptive(every=2, stride=100, lr=1e-3))
+    model = Model(nc.Adaptive.scaled(every=2, stride=100, lr=1e-3))
     run = fit(model, tmp_path, max_steps=10)
     assert model.clock.updates == run.global_step == 10
     assert model.clock.sampler.probes == 5

@@ -20,7 +20,7 @@ SAMPLERS = {
     "variance-optimal": (nc.VarianceOptimal(every=2, bins=8, warmup=2), {"ess", "rho", "probes", "skipped"}),
     "lookahead": (nc.Lookahead(every=2, bins=8, warmup=2), {"ess", "probes", "skipped"}),
     "gradient-variance": (nc.GradientVariance(bins=4, samples=4, pairs=1, every=4), {"ess", "skipped"}),
-    "adaptive": (nc.Adaptive(every=1, stride=100, lr=1e-4), {"probes", "skipped", "entropy", "r_squared", "f"}),
+    "adaptive": (nc.Adaptive.scaled(every=1, stride=100, lr=1e-4), {"probes", "skipped", "entropy", "r_squared", "f"}),
     "annealed": (
         nc.Annealed(nc.LossSecondMoment(refresh=2), nc.LossEMA(refresh=2), 0, 30),
         {"ess", "skipped", "other_ess", "other_skipped", "share"},

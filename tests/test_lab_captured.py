@@ -73,7 +73,7 @@ METHODS = {
     "speed": {"sampler": "speed", "weighting": "change-aware"},
     "lsm": {"sampler": "loss-second-moment:bins=5,warmup=1,refresh=7"},
     "published": {"sampler": "loss-history:length=2"},
-    "adaptive": {"sampler": "adaptive:every=10,stride=2,floor=0.2"},
+    "adaptive": {"sampler": "adaptive.scaled:every=10,stride=2,floor=0.2"},
     "gradient variance": {"sampler": "gradient-variance:bins=4,samples=8,every=20"},
     "variance-optimal": {"sampler": "variance-optimal:every=10,bins=4,warmup=2,gain=1.0"},
     "lookahead": {"sampler": "lookahead:every=10,bins=4,warmup=2"},

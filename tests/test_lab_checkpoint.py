@@ -200,7 +200,7 @@ class Denoiser(nn.Module):
 
 
 # small ones, so that each has learned something within a few steps
-SMALL = {"adaptive": {"every": 2, "queue": 3, "count": 2}, "gradient-variance": {"every": 2}}
+SMALL = {"adaptive": {"every": 2, "queue": 3, "count": 2, "variant": "scaled"}, "gradient-variance": {"every": 2}}
 WRAPPERS = {"shifted", "truncated", "mixture", "annealed"}
 
 

@@ -54,7 +54,7 @@ def finished(events):
         ("min-snr+adaptive", "adaptive", "min-snr", "auto"),
         ("lsm@none", "loss-second-moment", "constant", "none"),
         ("lsm:bins=8", "loss-second-moment:bins=8", "constant", "auto"),
-        ("adaptive.paper:every=20+p2", "adaptive:variant=paper,floor=0.001,every=20", "p2", "auto"),
+        ("adaptive.paper:every=20+p2", "adaptive:variant=paper,every=20", "p2", "auto"),
         ("adaptive.released:floor=0.1", "adaptive:variant=released,floor=0.1", "constant", "auto"),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_method_is_a_sampler_a_weighting_or_both(text, sampler, weighting, cor
 
 
 def test_variants_of_the_adaptive_sampler_are_those_of_python():
-    for name in ("paper", "released", "cheap"):
+    for name in ("paper", "scaled", "released", "cheap"):
         for recipe in (applied(f"adaptive.{name}", Recipe()), Recipe(sampler=f"adaptive.{name}")):
             assert repr(recipe.clock().sampler) == repr(getattr(Adaptive, name)())
 
@@ -109,7 +109,7 @@ def test_a_method_that_does_not_exist_is_named(text, message):
         ({"methods": ("uniform", "constant")}, "uniform and constant are the same method"),
         ({"methods": ("speed:k=3,tau=5", "speed:tau=5,k=3.0")}, "are the same method"),
         ({"methods": ("min-snr", "p2", "uniform+min-snr:gamma=5@none")}, "min-snr and .* are the same method"),
-        ({"methods": ("adaptive.paper", "adaptive:floor=0.001,variant=paper")}, "are the same method"),
+        ({"methods": ("adaptive.scaled", "adaptive:floor=0.05,variant=scaled")}, "are the same method"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(changes, message):

@@ -211,7 +211,7 @@ def test_two_processes_with_fsdp_go_on_where_one_was(tmp_path, alone, free_port)
 
 def test_a_sharded_model_is_probed_and_averaged(tmp_path, alone, free_port):
     # a probe leaves the weights gathered; the average must be taken of the parts. What it learns has no effect here: times are by image.
-    settings = replace(SETTINGS, updates=4, sampler="adaptive:every=2,queue=3", sample_every=4)
+    settings = replace(SETTINGS, updates=4, sampler="adaptive.scaled:every=2,queue=3", sample_every=4)
     assert on_two(settings, tmp_path / "run", free_port, "--shard") == [0, 0]
     assert lines(tmp_path / "run")[-1]["sampler"].startswith("2 probes")
     agree(tmp_path / "run", Path(f"{alone}-4"), start=Path(f"{alone}-8"))

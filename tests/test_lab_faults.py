@@ -104,7 +104,7 @@ def test_after_too_many_in_a_row_the_last_good_checkpoint_is_named(tmp_path, mon
 
 def test_a_run_with_lost_updates_resumes_bit_for_bit(tmp_path, monkeypatch):
     spoil(monkeypatch, {2: float("nan"), 5: float("inf"), 6: float("inf")})
-    settings = replace(TINY, sampler="adaptive:every=2,queue=3")
+    settings = replace(TINY, sampler="adaptive.scaled:every=2,queue=3")
     trained(settings, tmp_path / "whole")
     for stop in (2, 5, None):
         trained(settings, tmp_path / "parts", stop=stop)
@@ -127,7 +127,7 @@ def test_a_probe_that_runs_out_of_memory_goes_on_in_smaller_pieces(tmp_path, mon
         return forward(self, x, t, labels)
 
     monkeypatch.setattr(DiT, "forward", small_memory)
-    run = run_of(replace(TINY, sampler="adaptive:every=2,queue=3", updates=6), tmp_path)
+    run = run_of(replace(TINY, sampler="adaptive.scaled:every=2,queue=3", updates=6), tmp_path)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         records = list(run.updates(interrupt.Wish()))

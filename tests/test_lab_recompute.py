@@ -127,7 +127,7 @@ def test_what_does_not_train_is_not_recomputed(kind):
 
 @pytest.mark.parametrize("settings", [TINY, UNET, replace(TINY, model="uvit", blocks=2)], ids=["dit", "unet", "uvit"])
 def test_a_training_may_change_its_mind_and_stays_the_same_to_the_bit(tmp_path, settings):
-    settings = replace(settings, dropout=0.2, updates=6, sampler="adaptive:every=2,queue=3")
+    settings = replace(settings, dropout=0.2, updates=6, sampler="adaptive.scaled:every=2,queue=3")
     spare = replace(settings, checkpointing=True)
     trained(settings, tmp_path / "plain")
     trained(spare, tmp_path / "spare")

@@ -341,9 +341,9 @@ WAYS = {
     "zero terminal SNR, v": {"schedule": "linear:zero_terminal_snr=true", "objective": "v"},
     "flow": {**FLOW, "sampler": "logit-normal"},
     "edm": {**EDM, "sampler": "log-normal", "weighting": "edm"},
-    "edm, adaptive": {**EDM, "sampler": "adaptive:every=5,stride=20"},
+    "edm, adaptive": {**EDM, "sampler": "adaptive.scaled:every=5,stride=20"},
     "edm, variance-optimal": {**EDM, "sampler": "variance-optimal:every=5,bins=8,warmup=2"},
-    "flow, adaptive": {**FLOW, "sampler": "adaptive:every=5,stride=20"},
+    "flow, adaptive": {**FLOW, "sampler": "adaptive.scaled:every=5,stride=20"},
     "flow, variance-optimal": {**FLOW, "sampler": "variance-optimal:every=5,bins=8,warmup=2"},
     "uncertainty": {"weighting": "uncertainty:weighting=min-snr"},
     "speed": {"sampler": "speed:k=3,tau=10", "weighting": "change-aware"},
@@ -391,7 +391,7 @@ def test_moments_are_kept_by_name_and_those_of_a_checkpoint_that_has_them_by_pla
 
 @pytest.mark.filterwarnings("ignore:the sampling density moved")
 def test_samplers_that_learn_say_what_they_have_learned(tmp_path):
-    records = trained(replace(TINY, sampler="adaptive:every=2,queue=3", updates=9), tmp_path / "adaptive")
+    records = trained(replace(TINY, sampler="adaptive.scaled:every=2,queue=3", updates=9), tmp_path / "adaptive")
     assert records[0].sampler.startswith("1 probe")
     assert records[-1].sampler.startswith("5 probes, R² ")
     clock = opened(tmp_path / "adaptive").clock

@@ -17,15 +17,15 @@ RESUMED = {
     "uniform": {},
     "unet": {"model": "unet", "channels": 8, "head_channels": 0, "multipliers": (1,), "attention": ()},
     "adm": {"model": "adm", "channels": 8, "head_channels": 0, "multipliers": (1, 2), "attention": (4,), "conditional": True, "dropout": 0.1},
-    "adaptive": {"sampler": "adaptive:every=3,queue=3"},
+    "adaptive": {"sampler": "adaptive.scaled:every=3,queue=3"},
     "loss-second-moment": {"sampler": "loss-second-moment:bins=5,warmup=1"},
     "gradient-variance": {"sampler": "gradient-variance:every=3,bins=4,samples=8,pairs=2"},
     "dropout": {"dropout": 0.3, "conditional": True, "flip": True},
     "accumulate": {"accumulate": 2, "weighting": "uncertainty", "optimizer": "adamw", "weight_decay": 0.1},
     "bf16": {"precision": "bf16", "sampler": "annealed:sampler=logit-normal,stop=8"},
     "edm": {**EDM, "sampler": "variance-optimal:every=3,bins=4,warmup=1,gain=1.0"},
-    "edm, adaptive": {**EDM, "sampler": "adaptive:every=3,queue=3,stride=50"},
-    "flow": {**FLOW, "sampler": "adaptive:every=3,queue=3,stride=50"},
+    "edm, adaptive": {**EDM, "sampler": "adaptive.scaled:every=3,queue=3,stride=50"},
+    "flow": {**FLOW, "sampler": "adaptive.scaled:every=3,queue=3,stride=50"},
     "flow, loss-second-moment": {**FLOW, "sampler": "loss-second-moment:bins=5,warmup=1"},
 }
 

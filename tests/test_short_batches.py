@@ -15,7 +15,7 @@ SAMPLERS = {
     "gradient-variance": lambda: nc.GradientVariance(every=1, bins=4, samples=8),
     "mixture": lambda: nc.Mixture(nc.Uniform(), nc.Lookahead(every=1, bins=4, warmup=1)),
     "variance-optimal": lambda: nc.VarianceOptimal(every=1, bins=4, warmup=1, gain=1.0),
-    "adaptive": lambda: nc.Adaptive(every=1, queue=3, stride=100),
+    "adaptive": lambda: nc.Adaptive.scaled(every=1, queue=3, stride=100),
 }
 LEAST = {"lookahead": 4, "gradient-variance": 2, "mixture": 4, "variance-optimal": 1, "adaptive": 1}
 

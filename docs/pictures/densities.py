@@ -142,7 +142,7 @@ def learned() -> dict[str, Panels]:
         stages = {f"after {n} updates": n for n in (500, 1000, 2000)}
         pictures["gradient-variance"][name] = through(name, nc.GradientVariance(every=500), stages, 3 * BINS)
         pictures["variance-optimal"][name] = through(name, nc.VarianceOptimal(), stages, 3 * BINS)
-        pictures["adaptive"][name] = through(name, nc.Adaptive(), stages)
+        pictures["adaptive"][name] = through(name, nc.Adaptive.scaled(), stages)
         *_, last = training(name, nc.Lookahead(every=1, decay=0.99), 100)
         assert isinstance(last.sampler, nc.Lookahead)
         utility, error = last.sampler.curve

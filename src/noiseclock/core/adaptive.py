@@ -36,7 +36,7 @@ from noiseclock.core.table import Table, cell, lasting, wide
 from noiseclock.core.weightings import VLB
 
 CELLS = 1000  # of time, where the schedule has no steps
-VARIANTS = ("noiseclock", "paper", "released")
+VARIANTS = ("paper", "scaled", "released")
 STARVED = 0.02  # of the uniform density
 MEMORY = 0.9  # of the running mean and spread of the reward, per probe
 STATE = {"probes", "skipped", "chance", "reward", "mean", "queue", "shape", "policy", "optimizer"}
@@ -54,8 +54,8 @@ class Adaptive(Sampler):
     lr: of the policy's Adam; None is 0.01 on the linear and quadratic schedules, 0.001 elsewhere. floor: share of the uniform density, so that
     every time stays reachable. hidden: width of the policy's two hidden layers.
 
-    variant "noiseclock": same noise before and after, rewards centred and scaled by their running mean and spread.
-    variant "paper" (`Adaptive.paper()`): the printed algorithm; as above, with the raw reward.
+    variant "paper": the printed algorithm, with the same noise before and after. It stays near uniform: raw rewards are small beside the entropy.
+    variant "scaled" (`Adaptive.scaled()`): ours; rewards centred and scaled by their running mean and spread. It learns, and may collapse.
     variant "released" (`Adaptive.released()`): the authors' code made runnable: fresh noise after the update, δ summed over S, and the entropy
     inside the reward, where it multiplies ln π. (Dropout, which stays on in that code, is off here.)
     """
@@ -67,9 +67,9 @@ class Adaptive(Sampler):
     stride: int = 1
     entropy: float = 0.01
     lr: float | None = None
-    floor: float = 0.05
+    floor: float = 0.001
     hidden: int = 128
-    variant: str = "noiseclock"
+    variant: str = "paper"
 
     probes: int = field(init=False, repr=False, default=0)
     _setting: Setting | None = field(init=False, repr=False, default=None)
@@ -78,13 +78,18 @@ class Adaptive(Sampler):
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """The printed algorithm, without baseline and almost without floor."""
-        return cls(**{"variant": "paper", "floor": 0.001, **changes})
+        """The printed algorithm, by its name: what `Adaptive()` is."""
+        return cls(**{"variant": "paper", **changes})
+
+    @classmethod
+    def scaled(cls, **changes: Any) -> Self:
+        """With rewards that the entropy does not drown, and a floor: it learns, where the printed algorithm hardly moves."""
+        return cls(**{"variant": "scaled", "floor": 0.05, **changes})
 
     @classmethod
     def released(cls, **changes: Any) -> Self:
         """What the authors' code does, made runnable."""
-        return cls(**{"variant": "released", "floor": 0.001, **changes})
+        return cls(**{"variant": "released", **changes})
 
     @classmethod
     def cheap(cls, **changes: Any) -> Self:
@@ -343,8 +348,8 @@ class Adaptive(Sampler):
         return base / base.sum()
 
     def _advantage(self, reward: Tensor, usable: Tensor) -> Tensor:
-        """The reward as the policy gradient sees it: raw in the paper; in ours centred and scaled by what past probes gave, on all ranks."""
-        if self.variant != "noiseclock":
+        """The reward as the policy gradient sees it: raw in the paper; "scaled" is centred and scaled by what past probes gave, on all ranks."""
+        if self.variant != "scaled":
             return reward
         now = ranks.total(torch.stack([usable.sum(), reward.sum(), reward.square().sum()])).to(wide(reward.device))
         self._reward = self._reward.to(now)

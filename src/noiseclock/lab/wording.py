@@ -2,7 +2,7 @@
 
 speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-normal,k=3      scaled-linear:beta_end=0.0195
 
-Shorthands of samplers: lsm for loss-second-moment; adaptive.paper, adaptive.released and adaptive.cheap as in Python.
+Shorthands of samplers: lsm for loss-second-moment; adaptive.paper, adaptive.scaled, adaptive.released and adaptive.cheap as in Python.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _WEIGHTINGS: dict[str, Callable[..., Weighting]] = {**WEIGHTINGS, "uncertainty":
 
 SHORT = {
     "lsm": "loss-second-moment",
-    "adaptive.paper": "adaptive:variant=paper,floor=0.001",
-    "adaptive.released": "adaptive:variant=released,floor=0.001",
+    "adaptive.paper": "adaptive:variant=paper",
+    "adaptive.scaled": "adaptive:variant=scaled,floor=0.05",
+    "adaptive.released": "adaptive:variant=released",
     "adaptive.cheap": "adaptive:every=160,stride=10",
 }
 
