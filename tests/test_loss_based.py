@@ -33,7 +33,7 @@ def batch_at(time: torch.Tensor, weight: torch.Tensor | None = None) -> Batch:
 
 
 def bound(sampler: nc.Sampler, schedule: nc.Schedule = LINEAR, base: nc.Sampler | None = None) -> nc.Sampler:
-    return sampler.bind(Setting(schedule, nc.objective("eps"), nc.Constant(), (base or nc.Uniform()), lambda: (0, 1)))
+    return sampler.bind(Setting(schedule, nc.objective("eps"), nc.Constant(), base or nc.Uniform()))
 
 
 def error_level(time: torch.Tensor) -> torch.Tensor:

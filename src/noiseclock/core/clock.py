@@ -92,7 +92,7 @@ class Clock:
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
         self.corrected = sampler.corrects if correct == "auto" else correct == "importance"
-        setting = Setting(self.schedule, self.objective, self.weighting, base, self.place, self.corrected)
+        setting = Setting(self.schedule, self.objective, self.weighting, base, self.corrected)
         self.base = base.bind(setting)
         self.sampler = sampler.bind(replace(setting, base=self.base))
         self._check_base()
