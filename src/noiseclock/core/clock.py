@@ -364,10 +364,17 @@ class Clock:
                 "call clock.attach(optimizer), or clock.updated() after each update",
                 stacklevel=3,
             )
+        if self._paired and self._without_gradients():
+            self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
                 raise ValueError(f"{type(self.sampler).__name__} looks at the model: pass it as clock.draw(x0, predict=model)")
             self.probe(x0, predict, cond)
+
+    def _without_gradients(self) -> bool:
+        """Has no earlier batch a part in the coming update? So it is after a step that a GradScaler left out, of which nothing else tells unless the
+        optimiser is fused. A probe that was made for that step waits for another one's."""
+        return self.optimizer is not None and all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
 
     # --- what it shows ------------------------------------------------------------------------------------------------------------------
 
