@@ -266,6 +266,16 @@ def test_shards_run_every_cell_once_and_merge(tmp_path):
         merge(small, tmp_path / "all", [tmp_path / "nothing"])
 
 
+def test_parts_that_name_one_method_differently_are_not_merged(tmp_path):
+    """Neither name is in the command."""
+    parts = [tmp_path / "a", tmp_path / "b"]
+    for part, name in zip(parts, ("lsm", "loss-second-moment"), strict=True):
+        begin(plan(methods=("uniform", name)), part, "cpu")
+    with pytest.raises(Mistake, match="lsm and loss-second-moment are the same method"):
+        merge(plan(methods=("uniform",)), tmp_path / "all", parts)
+    assert not (tmp_path / "all").exists()
+
+
 def test_of_two_unfinished_trainings_the_one_that_came_further_stays(tmp_path):
     small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
     near, far = tmp_path / "near", tmp_path / "far"

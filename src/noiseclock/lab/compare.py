@@ -335,11 +335,12 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
     check(plan, folder)
     configs = {part: _theirs(plan, part) for part in map(Path, parts)}
     mine = _config(folder if (folder / "compare.json").exists() else next(iter(configs), folder))
+    for theirs, name in product(configs.values(), GROWS):
+        mine[name] += [value for value in theirs[name] if value not in mine[name]]
+    plan.refuse_twins(mine["methods"])
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for part, theirs in configs.items():
-        for name in GROWS:
-            mine[name] += [value for value in theirs[name] if value not in mine[name]]
+    for part in configs:
         for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
             if _reached(target) >= _reached(cell):
