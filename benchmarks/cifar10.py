@@ -29,6 +29,7 @@ import torch
 from noiseclock.lab import compare
 from noiseclock.lab.errors import Failure
 from noiseclock.lab.folder import Busy, lock
+from noiseclock.lab.interrupt import listening
 from noiseclock.lab.recipes import recipe
 
 RESULTS = Path(__file__).with_name("results")
@@ -114,8 +115,9 @@ def work(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
     """One job: the first that nobody is at, until nothing is left."""
     torch.set_num_threads(threads)
     failed: set[str] = set()
-    while take(queue, folder, results, alone, failed, device):
-        pass
+    with listening() as wish:  # a training that is done does not grant it any more
+        while take(queue, folder, results, alone, failed, device):
+            wish.grant()
 
 
 def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextManager[Any], failed: set[str], device: str | None) -> bool:
@@ -190,6 +192,7 @@ def main(argv: list[str] | None = None) -> None:
         time.sleep(1)
     for job in jobs:
         job.terminate()  # it saves, and stops
+    for job in jobs:
         job.join()
 
 

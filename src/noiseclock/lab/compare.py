@@ -184,6 +184,7 @@ def by_workers(
         worker.start()
     with ExitStack() as stack:
         wish = stack.enter_context(listening())
+        wish.patient = True  # with what the workers have not saved
         stack.callback(_end, workers)
         working = jobs
         while working:
@@ -209,6 +210,7 @@ def _end(workers: Sequence[Any]) -> None:
     for worker in workers:
         if worker.is_alive():
             worker.terminate()  # it saves, and stops
+    for worker in workers:
         worker.join()
 
 
