@@ -30,7 +30,7 @@ class Wish:
         outer = getattr(self._before[signal.SIGINT], "__self__", None)
         self._outer = outer if isinstance(outer, Wish) else None  # who may have more to do after this is done, or have heard of a signal before
         self.signal: int | None = self._outer.signal if self._outer else None
-        self._at = self._outer._at if self._outer else 0.0
+        self._at: float = self._outer._at if self._outer else 0.0
         self._told = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
