@@ -219,7 +219,7 @@ def test_an_encoder_without_all_its_weights_is_refused(place, tmp_path):
         Encoder(tmp_path / "encoder")
 
 
-def test_damaged_and_lost_files_are_named(place, tmp_path, capsys):
+def test_damaged_and_lost_files_are_named(place, tmp_path):
     shutil.copytree(place, tmp_path / "set")
     folder = tmp_path / "set" / "embedded"
     with (folder / "00000.safetensors").open("r+b") as file:
