@@ -115,9 +115,8 @@ def work(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
     """One job: the first that nobody is at, until nothing is left."""
     torch.set_num_threads(threads)
     failed: set[str] = set()
-    with listening() as wish:  # a training that is done does not grant it any more
-        while take(queue, folder, results, alone, failed, device):
-            wish.grant()
+    while take(queue, folder, results, alone, failed, device):
+        pass
 
 
 def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextManager[Any], failed: set[str], device: str | None) -> bool:
@@ -133,13 +132,12 @@ def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
                 with alone:
                     compare.begin(plan, here, device)
                 told(part, cell, "begins")
-                for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until):
-                    if event.point is not None:
-                        told(
-                            part,
-                            cell,
-                            *(f"{name} {event.point[name]:.5g}" for name in ("step", "validation", "bits", "frechet") if name in event.point),
-                        )
+                with listening() as wish:
+                    for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until):
+                        if event.point is not None:
+                            numbers = [name for name in ("step", "validation", "bits", "frechet") if name in event.point]
+                            told(part, cell, *(f"{name} {event.point[name]:.5g}" for name in numbers))
+                    wish.grant()  # a training that is done does not any more
                 if part.solved:  # here, where the network is compiled already
                     solvers.measure(here / "cells" / cell.slug, device=device)
         except Busy:
