@@ -29,6 +29,7 @@ import torch
 from noiseclock.lab import compare
 from noiseclock.lab.errors import Failure
 from noiseclock.lab.folder import Busy, lock
+from noiseclock.lab.interrupt import listening
 from noiseclock.lab.recipes import recipe
 
 RESULTS = Path(__file__).with_name("results")
@@ -131,13 +132,12 @@ def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
                 with alone:
                     compare.begin(plan, here, device)
                 told(part, cell, "begins")
-                for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until):
-                    if event.point is not None:
-                        told(
-                            part,
-                            cell,
-                            *(f"{name} {event.point[name]:.5g}" for name in ("step", "validation", "bits", "frechet") if name in event.point),
-                        )
+                with listening() as wish:
+                    for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until):
+                        if event.point is not None:
+                            numbers = [name for name in ("step", "validation", "bits", "frechet") if name in event.point]
+                            told(part, cell, *(f"{name} {event.point[name]:.5g}" for name in numbers))
+                    wish.grant()  # a training that is done does not any more
                 if part.solved:  # here, where the network is compiled already
                     solvers.measure(here / "cells" / cell.slug, device=device)
         except Busy:
@@ -190,6 +190,7 @@ def main(argv: list[str] | None = None) -> None:
         time.sleep(1)
     for job in jobs:
         job.terminate()  # it saves, and stops
+    for job in jobs:
         job.join()
 
 

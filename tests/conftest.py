@@ -1,6 +1,9 @@
 import gc
 import os
+import shutil
 import socket
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,19 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     for screen in (cli.console, cli.errors):
         monkeypatch.setattr(screen, "_width", 100)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by playwright; who asks for it is skipped where one of them is missing."""
+    program = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("there is no Chromium here")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture

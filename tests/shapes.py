@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 from transformers.utils import logging
 
+from noiseclock.lab.captions import embed
+
 logging.disable_progress_bar()
 
 SIZE = 16
@@ -21,6 +23,7 @@ SHAPES = ("circle", "square", "triangle")
 KINDS = [(colour, shape) for colour in COLOURS for shape in SHAPES]
 WORDINGS = ("a {0} {1}", "one {0} {1} on black", "this {1} is {0}")
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "a", "one", "on", "black", "this", "is", *COLOURS, *SHAPES]
+CAPTIONS = [wording.format(*kind) for kind in KINDS for wording in WORDINGS]
 LENGTH = 8  # of the longest wording, with its two ends: 7
 TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -58,6 +61,12 @@ def write_shapes(folder: Path, n: int, seed: int = 0) -> Path:
         lines.append(json.dumps({"file": f"{i}.png", "caption": [wording.format(colour, shape) for wording in WORDINGS]}))
     (folder / "captions.jsonl").write_text("\n".join(lines))
     return folder
+
+
+def write_embedded(root: Path) -> Path:
+    """pictures, an encoder, and the embedded set of both, in folders of these names."""
+    embed(write_shapes(root / "pictures", 60), write_encoder(root / "encoder"), root / "embedded")
+    return root
 
 
 def write_tokenizer(folder: Path, length: int = LENGTH) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import runpy
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ import pytest
 import scipy.stats
 import torch
 
+import noiseclock.lab.compare as lab_compare
 from noiseclock.lab.compare import Plan, compare
 from noiseclock.lab.folder import lock, plain
 from noiseclock.lab.recipes import completed
@@ -21,6 +24,8 @@ from noiseclock.lab.results import OF_THE_CELL, read
 from small_runs import TINY, UNET, trained
 
 ROOT = Path(__file__).parents[1] / "benchmarks"
+# what a part of the queue changes in its recipe
+SMALL = {name: value for name, value in TINY.settings().items() if name not in ("seed", "lr", "sampler")} | {"updates": 4, "precision": "fp32"}
 
 
 @pytest.fixture
@@ -124,8 +129,7 @@ def queue(monkeypatch):
 
 
 def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_known(queue, tmp_path, capsys):
-    changes = {name: value for name, value in TINY.settings().items() if name not in ("seed", "lr", "updates", "sampler")}
-    part = partial(queue["Part"], recipe="digits", changes={**changes, "updates": 4, "precision": "fp32"}, lrs=(0.001,), every=2, samples=0)
+    part = partial(queue["Part"], recipe="digits", changes=SMALL, lrs=(0.001,), every=2, samples=0)
     first, second = part("a", ("uniform", "min-snr"), until=2), part("b", ("uniform",), seeds=(0, 1), until=4)
     here, known, alone = tmp_path / "here", tmp_path / "known", MagicMock()
     done = known / "b" / "cells" / second.plan().cells()[1].slug
@@ -156,13 +160,26 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
     assert alone.__enter__.call_count == 4  # once for each that begins
 
 
+def test_a_job_that_is_ended_in_the_last_evaluation_of_a_training_begins_no_other(queue, tmp_path, monkeypatch):
+    evaluate, part = lab_compare.evaluate, queue["Part"]("a", ("uniform", "min-snr"), (0,), (0.001,), 4, "digits", SMALL, 2, 0)
+
+    def interrupted(plan, folder, step, *rest):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(plan, folder, step, *rest)
+
+    monkeypatch.setattr(lab_compare, "evaluate", interrupted)
+    with pytest.raises(SystemExit, match="143"):
+        queue["work"]([part], tmp_path, tmp_path / "known", MagicMock(), 1, "cpu")
+    assert [(cell.method, cell.finished) for cell in read(tmp_path / "a").cells] == [("uniform", True)]
+
+
 def test_what_the_queue_has_trained_is_solved_in_other_ways_too(queue, tmp_path, monkeypatch, capsys):
     import solvers
 
     missing, few = solvers.missing, (("ddim:2", "dpm++:3"), 8)
     monkeypatch.setattr(solvers, "missing", lambda cell, *_: missing(cell, *few))
-    settings = {name: value for name, value in TINY.settings().items() if name not in ("seed", "lr", "updates", "sampler")}
-    part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 2, "digits", {**settings, "updates": 2, "precision": "fp32"}, 2, 0, solved=True)
+    part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 2, "digits", {**SMALL, "updates": 2}, 2, 0, solved=True)
     here, known = tmp_path / "here", tmp_path / "known"
     queue["work"]([replace(part, solved=False)], here, known, MagicMock(), 1, "cpu")
     assert list(queue["left"]([replace(part, solved=False)], here, known)) == []

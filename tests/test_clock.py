@@ -202,9 +202,10 @@ def test_a_step_skipped_by_a_grad_scaler_does_not_count(fused, probing):
         assert [entry[0] for entry in clock.sampler.seen] == ["before", "after", "before", "after"]
 
 
-def test_a_skipped_probe_step_is_probed_again():
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_skipped_probe_step_is_probed_again(fused):
     model = Denoiser()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     clock = nc.Clock("linear", Probing()).attach(optimizer)
     for step in range(2):
@@ -216,6 +217,7 @@ def test_a_skipped_probe_step_is_probed_again():
         scaler.update()
         optimizer.zero_grad()
     assert [entry[0] for entry in clock.sampler.seen] == ["before", "before", "after"]
+    assert clock.sampler.seen[-1][2] is b  # the batch that the update was made of
     assert clock.updates == 1
 
 

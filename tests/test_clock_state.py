@@ -206,6 +206,35 @@ def test_a_copy_goes_on_by_itself_and_leaves_the_optimizer_behind(copied):
     assert (again.updates, clock.updates) == (1, 1)
 
 
+def test_looking_at_the_updates_of_one_rank_moves_none_of_its_probes():
+    """As for a log or a checkpoint, after a step that a fused optimiser may have skipped: ranks that probe at different updates wait forever."""
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def go_on(clock, updates, look=False):
+        due = []
+        for i in updates:
+            due.append(clock.due)
+            clock.draw(data(), predict=model)
+            clock.updated(skipped=torch.tensor(float(i == 1)))
+            if look:
+                clock.state_dict()
+        return due
+
+    def made():
+        return nc.Clock("linear", nc.VarianceOptimal(every=4, bins=4)).attach(optimizer)
+
+    silent, seen, resumed = made(), made(), made()
+    due = go_on(silent, range(12))
+    assert due == [True, False, False, False] * 3
+    assert go_on(seen, range(6), look=True) == due[:6]
+    resumed.load_state_dict(seen.state_dict())
+    for clock in (seen, resumed):
+        assert go_on(clock, range(6, 12)) == due[6:]
+        assert clock.updates == silent.updates == 11
+        assert torch.equal(clock.sampler.curve[0], silent.sampler.curve[0])  # probes draw their noise by the update too
+
+
 def test_a_saved_run_with_skipped_steps_resumes_exactly():
     """A fused optimiser under a GradScaler with an annealed sampler: the blend must follow the updates that were made, at once."""
 

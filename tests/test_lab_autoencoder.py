@@ -1,6 +1,8 @@
 """Autoencoders: diffusers' own numbers, folders that are wrong, and training a small one."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +169,17 @@ def test_training_resumes_to_the_bit(tmp_path, run):
     assert (tmp_path / "config.json").read_bytes() == (whole / "config.json").read_bytes()
     assert trained(SMALL, tmp_path) == []
     assert [r.step for r in trained(replace(SMALL, updates=61), tmp_path)] == [61]
+
+
+def test_a_signal_between_two_updates_ends_it_with_a_checkpoint_of_all(tmp_path):
+    def stopped() -> None:
+        for record in train_autoencoder(SMALL, tmp_path):
+            if record.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit, match="143"):
+        stopped()
+    assert checkpoint.steps(tmp_path) == [4]
 
 
 def test_l1_and_kl_are_what_they_are_called(tmp_path):

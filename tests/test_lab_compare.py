@@ -15,6 +15,7 @@ import noiseclock.lab.train as lab_train
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
+from noiseclock.lab import checkpoint
 from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import lock
@@ -266,6 +267,16 @@ def test_shards_run_every_cell_once_and_merge(tmp_path):
         merge(small, tmp_path / "all", [tmp_path / "nothing"])
 
 
+def test_parts_that_name_one_method_differently_are_not_merged(tmp_path):
+    """Neither name is in the command."""
+    parts = [tmp_path / "a", tmp_path / "b"]
+    for part, name in zip(parts, ("lsm", "loss-second-moment"), strict=True):
+        begin(plan(methods=("uniform", name)), part, "cpu")
+    with pytest.raises(Mistake, match="lsm and loss-second-moment are the same method"):
+        merge(plan(methods=("uniform",)), tmp_path / "all", parts)
+    assert not (tmp_path / "all").exists()
+
+
 def test_of_two_unfinished_trainings_the_one_that_came_further_stays(tmp_path):
     small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
     near, far = tmp_path / "near", tmp_path / "far"
@@ -310,6 +321,20 @@ def test_a_signal_in_the_last_evaluation_of_a_training_ends_the_comparison(tmp_p
     assert only.finished
     list(compare(small, tmp_path, device="cpu"))
     assert [cell.finished for cell in read(tmp_path).cells] == [True] * 4
+
+
+def test_a_signal_before_the_first_update_of_a_training_is_not_forgotten(tmp_path, monkeypatch):
+    """As it is built, which may take a minute."""
+    small = plan(samples=0, vlb_images=0)
+
+    def interrupted(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train(*args, **options)
+
+    monkeypatch.setattr(lab_compare, "train", interrupted)
+    with pytest.raises(SystemExit, match="143"):
+        list(compare(small, tmp_path, device="cpu"))
+    assert checkpoint.steps(tmp_path / "cells" / small.cells()[0].slug) == [1]
 
 
 def test_a_method_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):

@@ -206,7 +206,7 @@ def test_a_signal_is_granted_between_two_updates_and_the_handlers_come_back(monk
                 os.kill(os.getpid(), number)
             assert wish.signal == number
     assert [signal.getsignal(number) for number in interrupt.SIGNALS] == before
-    # the next one does not wait
+    # the next one does not wait, unless something would be lost, and then not the one after it
     monkeypatch.setattr(interrupt, "ECHO", -1.0)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest's workers take away
     try:
@@ -215,6 +215,12 @@ def test_a_signal_is_granted_between_two_updates_and_the_handlers_come_back(monk
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with interrupt.listening() as wish:
+            wish.patient = True
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before[0])
 
@@ -259,17 +265,18 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, number, error):
     assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "run")) == []
 
 
-@pytest.mark.parametrize("moment", ["drawing", "saving"])
-def test_a_second_signal_loses_nothing_that_was_trained(tmp_path, monkeypatch, moment):
-    """Drawing, it does not wait, but the update is saved by then; saving, it waits. What was not drawn is drawn when the run goes on."""
+@pytest.mark.parametrize("moment", ["drawing", "saving", "updating"])
+def test_a_second_signal_loses_nothing_that_was_trained(tmp_path, monkeypatch, capfd, moment):
+    """Drawing, it does not wait, but the update is saved by then; else it waits. What was not drawn is drawn when the run goes on."""
     settings = replace(TINY, updates=6, save_every=0, sample_every=3)
-    name, owner = ("sampled", lab_train) if moment == "drawing" else ("save", checkpoint)
+    owner, name = {"drawing": (lab_train, "sampled"), "saving": (checkpoint, "save"), "updating": (lab_train.Run, "_plain_update")}[moment]
     work = getattr(owner, name)
 
-    def interrupted(*args, **options):
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-        return work(*args, **options)
+    def interrupted(first, *args, **options):
+        if moment != "updating" or first.step == 2:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+        return work(first, *args, **options)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which pytest's workers take away
     try:
@@ -281,6 +288,7 @@ def test_a_second_signal_loses_nothing_that_was_trained(tmp_path, monkeypatch, m
     finally:
         signal.signal(signal.SIGINT, before)
     assert checkpoint.steps(tmp_path / "run")[0] == 3
+    assert ("ends once what was trained is saved" in capfd.readouterr().err) == (moment != "drawing")
     trained(settings, tmp_path / "run")
     trained(settings, tmp_path / "whole")
     assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "run")) == []

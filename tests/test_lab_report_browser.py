@@ -12,18 +12,7 @@ import made_up_results
 from made_up_results import HOSTILE, HOSTILES
 from noiseclock.lab import report, report_charts
 from noiseclock.lab.results import read
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium on this machine")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield found
-        found.close()
+from pages import until
 
 
 def opened(browser: Any, path: Path, **options: Any) -> Any:
@@ -36,15 +25,6 @@ def opened(browser: Any, path: Path, **options: Any) -> Any:
     page.on("request", lambda request: page.wrong.append(f"request: {request.url}") if not request.url.startswith(("data:", "file:")) else None)
     page.goto(path.as_uri())
     return page
-
-
-def until(page: Any, expression: str) -> None:
-    """Wait for something to come true. Playwright's own way evaluates a string, which the page's policy forbids."""
-    for _ in range(200):
-        if page.evaluate(expression):
-            return
-        page.wait_for_timeout(50)
-    pytest.fail(f"never: {expression}")
 
 
 @pytest.fixture(scope="module")

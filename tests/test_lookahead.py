@@ -126,6 +126,23 @@ def test_the_density_is_a_power_of_what_helps_above_a_floor():
         assert torch.allclose(still.log_pmf(torch.arange(4), 4).exp(), torch.full((4,), 0.25).double())
 
 
+@pytest.mark.parametrize("probes", [2, 10, 200])
+def test_the_standard_error_is_that_of_the_fading_mean(probes):
+    """4000 bins that are priced alike but for noise: their means differ by it. The variance of 4000 numbers is known to √(2/4000) = 2.2 %, four times
+    that; and so is the mean of the claimed ones, but of two probes, where each is that of one number, squared: √2/√4000 = 2.2 % again."""
+    sampler = nc.Clock("linear", nc.Lookahead(bins=4000)).sampler
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(probes):
+        sampler._fold((torch.arange(4000).double() + 0.5) / 4000, torch.randn(4000, generator=generator, dtype=torch.float64))
+    mean, error = sampler.curve
+    assert error.square().mean().item() == pytest.approx(mean.var().item(), rel=0.09 * 2**0.5)
+
+
+def test_one_probe_has_no_standard_error():
+    assert fed([4.0, 1.0, 0.0, -2.0], 1).curve[1].tolist() == [0, 0, 0, 0]
+    assert fed([4.0, 1.0, 0.0, -2.0], 3, decay=0.0).curve[1].tolist() == [0, 0, 0, 0]  # all but the last are forgotten
+
+
 def test_it_learns_in_a_loop_and_is_saved():
     torch.manual_seed(0)
     model, data = Denoiser(width=16), ring()

@@ -1,6 +1,5 @@
 """Samplers that learn from losses: the contract of every sampler, cold and warm, and their closed forms."""
 
-import copy
 import math
 import warnings
 from collections import defaultdict
@@ -9,20 +8,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import noiseclock as nc
-from forked import on_two
+from made_up_losses import COSINE, FLOW, LINEAR, SMALL, T, caught, error_level, log_pmf
 from noiseclock.core import loss_based
 from noiseclock.core.batch import Batch
-from noiseclock.core.learned import Buffers, running_sum
-from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment, between_known
+from noiseclock.core.learned import running_sum
+from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
 from noiseclock.core.samplers import Setting
 
 BELOW_ONE = math.nextafter(1, 0)
-T = 1000
-LINEAR, COSINE, FLOW = (nc.schedule(name) for name in ("linear", "cosine", "flow"))
-SMALL = nc.schedule("linear", steps=20)
 NAMES = {**vars(nc.schedules), **vars(nc), **vars(loss_based)}
 
 
@@ -33,12 +28,7 @@ def batch_at(time: torch.Tensor, weight: torch.Tensor | None = None) -> Batch:
 
 
 def bound(sampler: nc.Sampler, schedule: nc.Schedule = LINEAR, base: nc.Sampler | None = None) -> nc.Sampler:
-    return sampler.bind(Setting(schedule, nc.objective("eps"), nc.Constant(), (base or nc.Uniform()), lambda: (0, 1)))
-
-
-def error_level(time: torch.Tensor) -> torch.Tensor:
-    """A loss that falls over three orders of magnitude."""
-    return 1e-3 + torch.exp(-7 * time)
+    return sampler.bind(Setting(schedule, nc.objective("eps"), nc.Constant(), base or nc.Uniform()))
 
 
 def warm(sampler: nc.Sampler, updates: int = 60, n: int = 1000) -> nc.Sampler:
@@ -73,19 +63,7 @@ CONTRACT = make_contract()
 every_sampler = pytest.mark.parametrize("sampler", CONTRACT.values(), ids=CONTRACT)
 
 
-def caught(action) -> list[str]:
-    """The warnings that an action gives."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in seen]
-
-
-def log_pmf(sampler, steps=T):
-    return sampler.log_pmf(torch.arange(steps), steps)
-
-
-# --- the contract ------------------------------------------------------------------------------------------------------------------------
+# --- the contract -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_warm_ones_have_learned():
@@ -188,7 +166,7 @@ def test_a_whole_step_reads_nothing_from_the_device(make):
     assert clock.sampler._buffers.device.type == "meta"
 
 
-# --- what they learn ---------------------------------------------------------------------------------------------------------------------
+# --- what they learn ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "power", "of_loss"), [(LossSecondMoment, 2, 1), (partial(LossSecondMoment, power=0.5), 2, 0.5), (LossEMA, 1, 1)])
@@ -231,7 +209,6 @@ def test_a_bin_without_losses_takes_its_neighbours():
     sampler.advance(1)
     price = 1 + 10 * middle  # a straight line, so what lies between neighbours is on it
     assert torch.allclose(log_pmf(sampler, 10).exp(), 0.9 * price / price.sum() + 0.01, rtol=1e-12)
-    assert between_known(torch.tensor([1.0, 5.0]), torch.tensor([False, False])).shape == (2,)
 
 
 def test_old_losses_fade():
@@ -350,76 +327,7 @@ def test_the_variance_of_the_gradient_falls_to_the_theoretical_ratio():
     assert (corrected / uniform).item() == pytest.approx(rho, rel=0.03)
 
 
-# --- in a Clock --------------------------------------------------------------------------------------------------------------------------
-
-LEARNERS = [
-    LossSecondMoment(refresh=3, warmup=2),
-    LossEMA(bins=20, refresh=4, warmup=2),
-    LossHistory(length=2, refresh=2, floor=0.2),
-    nc.Annealed(LossSecondMoment(bins=8, refresh=3, warmup=2), start=4, stop=30),
-    nc.Mixture(LossEMA(bins=8, refresh=3, warmup=2)),
-]
-
-
-def run(clock, steps, n=32):
-    out = []
-    for _ in range(steps):
-        for micro in range(2):
-            b = clock.draw(torch.zeros(n, 2), micro=(micro, 2))
-            losses = clock.loss(b, b.noise + (error_level(b.time).sqrt() * (1 + b.noise[:, 0].double().abs()))[:, None].float())
-            out.append(torch.stack([b.time, b.correction, losses.double()]))
-        clock.updated()
-    return out
-
-
-@pytest.mark.parametrize("sampler", LEARNERS, ids=repr)
-def test_resuming_is_bit_exact(sampler, tmp_path):
-    schedule = SMALL if "History" in repr(sampler) else LINEAR
-    make = lambda: nc.Clock(schedule, sampler, nc.MinSNR(normalize=True), seed=3)  # noqa: E731
-    whole = make()
-    expected = run(whole, 20)
-    first = make()
-    part = run(first, 11)
-    torch.save(first.state_dict(), tmp_path / "state.pt")
-    second = make()
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    part += run(second, 9)
-    assert all(torch.equal(x, y) for x, y in zip(part, expected, strict=True))
-    assert whole.corrected
-    assert not torch.allclose(expected[-1][1], torch.ones_like(expected[-1][1]), atol=0.05)  # the density has changed
-
-
-def test_two_clocks_do_not_share_what_one_sampler_learns():
-    sampler = LossSecondMoment(refresh=1, warmup=1, bins=4)
-    first, second = nc.Clock("linear", sampler), nc.Clock("linear", sampler)
-    run(first, 5)
-    assert not torch.equal(log_pmf(first.sampler), log_pmf(second.sampler))
-    assert torch.equal(log_pmf(second.sampler), log_pmf(sampler))
-    again = copy.deepcopy(first)
-    assert torch.equal(run(again, 3)[-1], run(first, 3)[-1])
-
-
-def test_a_bad_state_is_refused_and_nothing_changes():
-    clock, twin = (nc.Clock(SMALL, LossSecondMoment(bins=8, refresh=3, warmup=2)) for _ in range(2))
-    for each in (clock, twin):
-        run(each, 4)
-    good = clock.state_dict()
-    mine = good["sampler"]
-    other = nc.Clock(SMALL, LossHistory()).state_dict()["sampler"]
-    cases = [
-        ({}, "its state has count, faded, pending, pmf, seen, since, skipped, but was given nothing"),
-        ({k: v for k, v in mine.items() if k != "faded"}, "but was given count, pending"),
-        (other, "LossSecondMoment: its state has"),
-        ({**mine, "pmf": mine["pmf"][:4]}, r"'pmf' of the state must be torch.float64 of shape \(8,\), got torch.float64 of shape \(4,\)"),
-        ({**mine, "faded": mine["faded"].long()}, "'faded' of the state must be torch.float64"),
-        ({**mine, "faded": mine["faded"] * math.nan}, "'faded' of the state holds values that are not finite"),
-        ({**mine, "pmf": "x"}, "got 'x'"),
-        ({**mine, "since": 1.5}, "'since' of the state must be a whole number, got 1.5"),
-    ]
-    for state, message in cases:
-        with pytest.raises(ValueError, match=message):
-            clock.load_state_dict({**good, "sampler": state})
-    assert all(torch.equal(x, y) for x, y in zip(run(clock, 7), run(twin, 7), strict=True))
+# --- signs of trouble ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [LossSecondMoment, LossEMA, LossHistory])
@@ -459,26 +367,6 @@ def test_a_small_effective_sample_size_is_warned_of_once():
     assert 0.001 <= sampler.ess() < 0.1
 
 
-def test_a_sampler_that_sees_no_updates_says_so_once():
-    clock = nc.Clock("linear", LossSecondMoment())
-    (message,) = caught(lambda: [clock.draw(torch.zeros(1, 1)) for _ in range(2500)])
-    assert "no optimiser update was seen, so LossSecondMoment stands still; call clock.attach" in message
-
-
-@pytest.mark.parametrize("make", [LossSecondMoment, LossHistory])
-def test_a_sampler_that_hears_of_no_loss_says_so_once(make):
-    def learn(loss):
-        clock = nc.Clock("linear", make())
-        for _ in range(300):
-            b = clock.draw(torch.ones(2, 1))
-            loss(clock, b)
-            clock.updated()
-
-    (message,) = caught(lambda: learn(lambda clock, b: (b.x_t - b.target).square().mean() * b.weight))
-    assert message.startswith(f"{make.__name__} has seen no loss, so it stands still; it learns in clock.loss(b, prediction)")
-    assert caught(lambda: learn(lambda clock, b: clock.loss(b, b.x_t))) == []
-
-
 def test_losses_that_are_all_zero_leave_the_base():
     sampler = bound(LossSecondMoment(bins=4, refresh=1, warmup=1))
     time = (torch.arange(4, dtype=torch.float64) + 0.5) / 4
@@ -488,58 +376,7 @@ def test_losses_that_are_all_zero_leave_the_base():
     assert sampler.ess() == pytest.approx(1)
 
 
-def test_validation_inside_inference_mode_leaves_it_usable():
-    with torch.inference_mode():
-        clock = nc.Clock(LINEAR, LossSecondMoment(refresh=2, warmup=1))
-        run(clock, 3)
-    run(clock, 3)
-    assert clock.updates == 6
-
-
-def test_running_sum_is_cumsum():
-    for n in (1, 2, 7, 64, 1000):
-        x = torch.rand(n, dtype=torch.float64)
-        assert torch.allclose(running_sum(x), x.cumsum(0), rtol=1e-13)
-    assert Buffers(a=torch.zeros(2))["a"].shape == (2,)
-
-
-# --- ranks -------------------------------------------------------------------------------------------------------------------------------
-
-
-def _learn(rank, world_size, port, results):
-    if world_size > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    try:
-        found = []
-        for sampler, schedule in ((LossSecondMoment(bins=16, refresh=3, warmup=2), LINEAR), (LossHistory(length=4, floor=0.1, refresh=2), SMALL)):
-            clock = nc.Clock(schedule, sampler, seed=5)
-            for _ in range(24):
-                b = clock.draw(torch.zeros(32 // world_size, 1))
-                # the loss depends on the time alone, so that it does not matter who drew it; squares of float32 are what is learned from
-                clock.loss(b, b.noise + (0.1 + b.time).sqrt()[:, None].float())
-                clock.updated()
-            found.append(clock.sampler.log_pmf(torch.arange(T), T))
-        results[rank] = found
-    finally:
-        if world_size > 1:
-            dist.destroy_process_group()
-
-
-def test_two_processes_share_one_density_which_is_that_of_one_process(free_port):
-    results = on_two(_learn, 2, free_port)
-    first, second = results[0], results[1]
-    alone = {}
-    _learn(0, 1, 0, alone)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-        assert one.exp().std() > 1e-4
-    # of a step's last four losses different ones may stay, as ranks join theirs in another order, so the history is compared by its level only;
-    # binned sums differ by float32 noise, of which a loss keeps seven digits
-    assert torch.allclose(first[0], alone[0][0], rtol=0, atol=1e-5)
-    assert torch.allclose(first[1], alone[0][1], rtol=0, atol=0.1)
-
-
-# --- bad input ---------------------------------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -565,10 +402,7 @@ def test_bad_input_is_named(call, error, message):
         call()
 
 
-def test_a_blend_tells_of_both_parts_and_how_far_it_is():
-    clock = nc.Clock("linear", nc.Annealed(nc.LossSecondMoment(), nc.LossEMA(), stop=4))
-    b = clock.draw(torch.zeros(8, 2))
-    clock.loss(b, torch.full((8, 2), torch.nan))
-    clock.updated()
-    # both see every loss; nothing is known, so both draw from the base, whose effective sample size is the batch
-    assert clock.sampler.info == pytest.approx({"ess": 1, "skipped": 8, "other_ess": 1, "other_skipped": 8, "share": 0.25}, abs=1e-12)
+def test_running_sum_is_cumsum():
+    for n in (1, 2, 7, 64, 1000):
+        x = torch.rand(n, dtype=torch.float64)
+        assert torch.allclose(running_sum(x), x.cumsum(0), rtol=1e-13)

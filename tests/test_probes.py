@@ -70,6 +70,18 @@ def test_explicit_probes_for_captured_graphs():
     assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2 + ["before"]
 
 
+def test_an_explicit_probe_waits_for_the_batch_that_is_drawn_after_it():
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    clock.probe(data(), model)
+    batch = clock.draw(data())  # no gradient yet, and no model to be probed again
+    clock.loss(batch, model(batch.x_t, batch.t)).mean().backward()
+    optimizer.step()
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"]
+    assert clock.sampler.seen[-1][2] is batch
+
+
 def test_a_probing_sampler_without_a_model_says_so():
     with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
         nc.Clock("linear", Probing()).draw(data())

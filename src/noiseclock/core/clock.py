@@ -92,16 +92,17 @@ class Clock:
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
         self.corrected = sampler.corrects if correct == "auto" else correct == "importance"
-        setting = Setting(self.schedule, self.objective, self.weighting, base, self.place, self.corrected)
+        setting = Setting(self.schedule, self.objective, self.weighting, base, self.corrected)
         self.base = base.bind(setting)
         self.sampler = sampler.bind(replace(setting, base=self.base))
         self._check_base()
         self.record = Record()
         self.optimizer: Any = None
         self._model: list[nn.Module] | None = None
-        # optimiser updates, less those that a fused optimiser may have skipped
+        # Optimiser updates, and how many of them a fused optimiser has skipped, which only the device knows. Two counts, because who reads the second
+        # must not change the first: ranks probe by it, and would wait forever for one that had read it alone.
         self._updates = 0
-        self._unread_skips: Tensor | None = None
+        self._skips: Tensor | int = 0
         self._waiting = 0
         # probes
         self._probe: Probe | None = None
@@ -272,8 +273,7 @@ class Clock:
             if (self._probe is not None and self.sampler.must_know) or self.sampler.counts_updates or self.base.counts_updates:
                 skipped = bool(skipped)
             else:
-                before = torch.zeros_like(skipped) if self._unread_skips is None else self._unread_skips
-                self._unread_skips = before + (skipped > 0)
+                self._skips = self._skips + (skipped > 0)
                 if self._probe is not None:
                     self._probe.lost = skipped > 0
                 skipped = False
@@ -300,18 +300,16 @@ class Clock:
     @property
     def updates(self) -> int:
         """Optimiser updates so far. Reading it may synchronise if a GradScaler drives a fused optimiser."""
-        if self._unread_skips is not None:
-            self._updates -= int(self._unread_skips)
-            self._unread_skips = None
-        return self._updates
+        return self._updates - int(self._skips)
 
     @property
     def due(self) -> bool:
         """Is a probe due in this step? Never for a fixed sampler."""
         if self.sampler.every == 0 or self._updates < self._next_probe:
             return False
-        # some updates may not have happened; where that matters, a probe costs far more than this look at the device
-        return not self.sampler.must_know or self.updates >= self._next_probe
+        if self.sampler.must_know:  # a probe of which costs far more than this look at the device, on all ranks
+            self._updates, self._skips = self.updates, 0
+        return self._updates >= self._next_probe
 
     def probe(self, x0: Tensor, predict: Predict, cond: Any = None) -> None:
         """Show the sampler the model before the coming update, on x0 (B, ...); `updated` shows it again.
@@ -364,10 +362,17 @@ class Clock:
                 "call clock.attach(optimizer), or clock.updated() after each update",
                 stacklevel=3,
             )
+        if self._paired and self._without_gradients():
+            self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
                 raise ValueError(f"{type(self.sampler).__name__} looks at the model: pass it as clock.draw(x0, predict=model)")
             self.probe(x0, predict, cond)
+
+    def _without_gradients(self) -> bool:
+        """Has no earlier batch a part in the coming update? So it is after a step that a GradScaler left out, of which nothing else tells unless the
+        optimiser is fused. A probe that was made for that step waits for another one's."""
+        return self.optimizer is not None and all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
 
     # --- what it shows ------------------------------------------------------------------------------------------------------------------
 
@@ -393,6 +398,7 @@ class Clock:
             "version": VERSION,
             "setup": self._setup(),
             "updates": self.updates,
+            "skips": int(self._skips),
             "next_probe": self._next_probe,
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
@@ -407,7 +413,7 @@ class Clock:
         go on in either case.
         """
         self._check_state(state)
-        updates, next_probe = int(state["updates"]), int(state["next_probe"])
+        updates, skips, next_probe = int(state["updates"]), int(state.get("skips", 0)), int(state["next_probe"])
         before = self.sampler.state_dict()
         try:
             self.sampler.load_state_dict(state["sampler"])
@@ -416,7 +422,7 @@ class Clock:
             self.sampler.load_state_dict(before)
             raise
         self.record.load_state_dict(state["record"])
-        self._updates, self._next_probe, self._unread_skips = updates, next_probe, None
+        self._updates, self._skips, self._next_probe = updates + skips, skips, next_probe
         self._chance.load_state_dict(state)
         self._probe, self._batch, self._paired = None, None, False
         self._advance()

@@ -12,10 +12,15 @@ class Later:
     """A tensor that is copied to the host when the device has come so far. `read` waits for that, and for nothing that was asked of it since."""
 
     def __init__(self, x: Tensor) -> None:
-        self._copy = x.detach().to("cpu", non_blocking=True)
+        self._copy = x.detach().to("cpu", non_blocking=x.is_cuda)  # on Apple's GPUs nothing would tell when it has arrived
         self._arrived = torch.cuda.Event() if x.is_cuda else None  # type: ignore[no-untyped-call]
         if self._arrived is not None:
             self._arrived.record(torch.cuda.current_stream(x.device))
+
+    @property
+    def arrived(self) -> bool:
+        """Is there nothing to be waited for?"""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Tensor:
         """Its numbers, on the CPU."""

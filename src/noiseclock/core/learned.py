@@ -17,6 +17,7 @@ from torch import Tensor
 from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.checks import take_finite
 from noiseclock.core.health import LEAST_ESS, Health
+from noiseclock.core.later import Later
 from noiseclock.core.samplers import TINY, Sampler, Setting, Uniform, cells_icdf, cells_lines, cells_log_prob, cells_mass, take_uniforms, unit_time
 from noiseclock.core.table import lasting, wide
 
@@ -67,36 +68,6 @@ class Buffers:
             mine.copy_(state[name])
 
 
-class Glance:
-    """Numbers sent from the device and read once they have arrived: nobody waits for them."""
-
-    def __init__(self) -> None:
-        self._sent: Tensor | None = None
-        self._event: Any = None
-
-    def send(self, values: Tensor) -> None:
-        """Start on the way (n,) values, unless others are still under way."""
-        if self._sent is not None or values.device.type == "meta":
-            return
-        if values.is_cuda:
-            self._sent = values.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._sent = values.cpu()
-
-    def take(self) -> list[float] | None:
-        """What has arrived since the last time, if anything."""
-        if self._sent is None or (self._event is not None and not self._event.query()):
-            return None
-        found: list[float] = self._sent.tolist()
-        self._sent = self._event = None
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_sent": None, "_event": None}  # an event belongs to its process
-
-
 class LearnedDensity(Sampler):
     """A density that is constant on n equal cells of time and changes during training. Subclasses are dataclasses with a `floor`.
 
@@ -131,7 +102,8 @@ class LearnedDensity(Sampler):
     def _begin(self, base: Sampler | None = None, steps: int = 0) -> None:
         """Start from the base, knowing nothing. steps: of the schedule, if it has any."""
         self.base = Uniform() if base is None else base
-        self._health, self._glance = Health(), Glance()
+        self._health = Health()
+        self._told: Later | None = None  # what the next look at its health sees
         with lasting():
             pmf = torch.zeros(self.cells, dtype=torch.float64, device="cpu")
             self._buffers = Buffers(pmf=pmf, **self._statistics())
@@ -233,11 +205,11 @@ class LearnedDensity(Sampler):
         """Warn of a small effective sample size and of losses (0-d: how many) that were `skipped`; late rather than wait for the device."""
         if self._health.said >= {"ess", "skipped"}:
             return
-        self._glance.send(torch.stack([self._ess(), skipped.to(self._buffers["pmf"].dtype)]))
-        arrived = self._glance.take()
-        if arrived is None:
+        if self._told is None and skipped.device.type != "meta":
+            self._told = Later(torch.stack([self._ess(), skipped.to(self._buffers["pmf"].dtype)]))
+        if self._told is None or not self._told.arrived:
             return
-        ess, lost = arrived
+        (ess, lost), self._told = self._told.read().tolist(), None
         if ess < LEAST_ESS:
             self._health.warn(
                 "ess",

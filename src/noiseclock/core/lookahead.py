@@ -125,5 +125,4 @@ class Lookahead(Priced):
         return utility(probe, setting.weighting, target, self._metric(probe), number=number)
 
     def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        clear = price.var() > self._errors().mean()
-        return self._base_cells() * price.clamp(min=0) ** self.power, clear
+        return self._base_cells() * price.clamp(min=0) ** self.power, self._clear(price)

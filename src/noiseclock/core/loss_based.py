@@ -112,8 +112,8 @@ class LossBased(LearnedDensity):
 
     @torch.no_grad()
     def advance(self, updates: int) -> bool:
-        # A Clock that has loaded a state tells its count once more, which is no update. Otherwise calls are counted and not updates: the ranks'
-        # counts differ while one of them alone has asked a fused optimiser what it skipped, and ranks that meet at different calls wait forever.
+        # A Clock that has loaded a state tells its count once more, which is no update. Otherwise calls are counted and not updates: their count may
+        # fall by what a fused optimiser turns out to have skipped.
         told_again, self._resumed = self._resumed and updates <= self._seen, False
         if told_again:
             return False

@@ -118,13 +118,15 @@ class Priced(LearnedDensity):
         count, total, _ = self._buffers["faded"]
         return between_known(total / count.clamp(min=TINY), count > 0)
 
-    def _errors(self) -> Tensor:
-        """(bins,) their squared standard errors, over probes."""
-        count, total, squares = self._buffers["faded"]
+    def _scatter(self) -> Tensor:
+        """(bins,) how much their probes differ: the variance about the mean."""
+        count, total, squares = self._buffers["faded"].unbind()
         known = count.clamp(min=TINY)
-        scatter = (squares / known - (total / known).square()).clamp(min=0)
-        errors: Tensor = scatter / count.clamp(min=1)
-        return errors
+        return (squares / known - (total / known).square()).clamp(min=0)
+
+    def _clear(self, price: Tensor) -> Tensor:
+        """(0-d, bool) do the bins differ by more than chance? By twice that, once there are many probes: see `curve`."""
+        return price.var() > (self._scatter() / self._buffers["faded"][0].clamp(min=1)).mean()
 
     @property
     def probes(self) -> int:
@@ -143,4 +145,8 @@ class Priced(LearnedDensity):
     @property
     def curve(self) -> tuple[Tensor, Tensor]:
         """(bins,) mean prices and their standard errors, float64, on the CPU; 0 where there is none yet."""
-        return (self._buffers["faded"][1] / self._buffers["faded"][0].clamp(min=TINY)).cpu().double(), self._errors().sqrt().cpu().double()
+        count, total, _ = self._buffers["faded"]
+        # as many probes without fading would tell as much: (Σw)²/Σw² of the weights 1, decay, decay², ..., whose sum is `count`
+        worth = count * (1 + self.decay) / (2 - count * (1 - self.decay))
+        errors = self._scatter() / (worth - 1).clamp(min=TINY)
+        return (total / count.clamp(min=TINY)).cpu().double(), errors.sqrt().cpu().double()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -35,13 +35,12 @@ TINY = 1e-30  # the smallest probability: its logarithm is finite, in float32 to
 
 @dataclass(frozen=True)
 class Setting:
-    """What a Clock tells its sampler once. place: the rank and the number of ranks, asked for when needed. corrected: does the loss carry base/p?"""
+    """What a Clock tells its sampler once. corrected: does the loss carry base/p?"""
 
     schedule: Schedule
     objective: Objective
     weighting: Weighting
     base: Sampler
-    place: Callable[[], tuple[int, int]]
     corrected: bool = False
 
 

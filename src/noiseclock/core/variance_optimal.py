@@ -62,8 +62,7 @@ class VarianceOptimal(Priced):
         return time, (slope.to(weight.dtype) * weight).square()
 
     def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        clear = price.var() > self._errors().mean()
-        return self._base_cells() * price.sqrt(), (self._rho(price) <= self.gain) & clear
+        return self._base_cells() * price.sqrt(), (self._rho(price) <= self.gain) & self._clear(price)
 
     def _rho(self, s: Tensor) -> Tensor:
         base = self._base_cells()

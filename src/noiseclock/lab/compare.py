@@ -184,6 +184,7 @@ def by_workers(
         worker.start()
     with ExitStack() as stack:
         wish = stack.enter_context(listening())
+        wish.patient = True  # with what the workers have not saved
         stack.callback(_end, workers)
         working = jobs
         while working:
@@ -209,6 +210,7 @@ def _end(workers: Sequence[Any]) -> None:
     for worker in workers:
         if worker.is_alive():
             worker.terminate()  # it saves, and stops
+    for worker in workers:
         worker.join()
 
 
@@ -335,11 +337,12 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
     check(plan, folder)
     configs = {part: _theirs(plan, part) for part in map(Path, parts)}
     mine = _config(folder if (folder / "compare.json").exists() else next(iter(configs), folder))
+    for theirs, name in product(configs.values(), GROWS):
+        mine[name] += [value for value in theirs[name] if value not in mine[name]]
+    plan.refuse_twins(mine["methods"])
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for part, theirs in configs.items():
-        for name in GROWS:
-            mine[name] += [value for value in theirs[name] if value not in mine[name]]
+    for part in configs:
         for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
             if _reached(target) >= _reached(cell):

@@ -256,6 +256,7 @@ class Run:
         stream = self._stream()
         try:
             while self.step < recipe.updates:
+                wish.patient = True
                 start, counts = time.perf_counter(), self._captured is None or self._captured.ready
                 record = self._update(stream)
                 self.seconds += (time.perf_counter() - start) * counts
@@ -265,14 +266,13 @@ class Run:
                 if log is not None and logged:
                     log.write({"kind": "train", **asdict(record)})
                     self._track({"loss": record.loss, "norm": record.norm, "lr": record.lr})
-                wish.patient = True  # until what was trained is saved
                 if self._comes(recipe.validate_every):
                     self._validate(log)
                 stop, sample = self._greatest(wish.signal or 0), self._comes(recipe.sample_every)
                 if _due(self.step, recipe.save_every) or self.step == recipe.updates or sample or stop:
                     self.save(log)
                     saved = self.step
-                wish.patient = False
+                wish.patient = saved < self.step
                 if sample and not stop:
                     self._sample()
                 yield record

@@ -93,15 +93,17 @@ class _Run:
             with Log(self.folder / "log.jsonl") as log:
                 log.truncate_after(self.step)
                 while self.step < settings.updates:
+                    wish.patient = True
                     start = time.perf_counter()
                     l1, kl = self._update(next(stream)[0])
                     self.seconds += time.perf_counter() - start
-                    found = None
-                    if self.step % settings.save_every == 0 or self.step == settings.updates or wish.signal:
+                    found, stop = None, wish.signal is not None
+                    if self.step % settings.save_every == 0 or self.step == settings.updates or stop:
                         found, saved = self.save(), self.step
                         log.write({"step": self.step, "l1": l1, "kl": kl, "psnr": found})
+                    wish.patient = saved < self.step
                     yield Progress(self.step, l1, kl, self.seconds, found)
-                    if wish.signal:
+                    if stop:  # else what was trained since is not saved
                         wish.grant()
         except GeneratorExit:
             if saved < self.step:
