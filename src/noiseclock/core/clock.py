@@ -35,6 +35,7 @@ from noiseclock.core.weightings import Constant, Weighting, weighting as make_we
 
 VERSION = 1  # of the state; raised when an older one can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
+AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as the state names them
 TOO_SMALL = 20  # batches in a row that a probe may be put off for; the short last ones of epochs are fewer
 PATIENCE = 1000  # draws without an update before a sampler that counts updates says that it sees none
 
@@ -394,6 +395,8 @@ class Clock:
             "setup": self._setup(),
             "updates": self.updates,
             "next_probe": self._next_probe,
+            # a probe that is due at once must look as the others did; "" for none
+            "autocast": str(self._autocast or "").removeprefix("torch."),
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
@@ -417,6 +420,7 @@ class Clock:
             raise
         self.record.load_state_dict(state["record"])
         self._updates, self._next_probe, self._unread_skips = updates, next_probe, None
+        self._autocast = AUTOCAST[state.get("autocast", "")]
         self._chance.load_state_dict(state)
         self._probe, self._batch, self._paired = None, None, False
         self._advance()
@@ -432,6 +436,7 @@ class Clock:
             theirs = state["setup"].get(part)
             if theirs != mine:
                 raise ValueError(f"the state belongs to another clock: its {part} is {str(theirs)[:300]}, this one's is {str(mine)[:300]}")
+        choose("autocast of the state", state.get("autocast", ""), AUTOCAST)
         self._chance.check(state)
         self.record.check(state["record"])
 
