@@ -86,6 +86,24 @@ def test_a_state_of_before_autocast_was_saved_is_read():
     assert clock.state_dict()["autocast"] == ""
 
 
+@pytest.mark.parametrize("changed", [{}, {"zero_terminal_snr": True}, {"beta": 500}, {"beta": 999}])
+def test_of_two_schedules_with_many_betas_the_difference_is_shown(changed):
+    """A thousand numbers are no sentence, and their beginnings may be alike."""
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    state = nc.Clock(nc.schedule("betas", betas=betas), "uniform").state_dict()
+    if not changed:
+        nc.Clock(nc.schedule("betas", betas=betas), "uniform").load_state_dict(state)
+        return
+    if "beta" in changed:
+        betas[changed["beta"]] *= 1.01
+    other = nc.Clock(nc.schedule("betas", betas=betas, zero_terminal_snr="beta" not in changed), "uniform")
+    with pytest.raises(ValueError, match="the state belongs to another clock: its schedule is") as refused:
+        other.load_state_dict(state)
+    theirs, mine = str(refused.value).split("its schedule is ")[1].split(", this one's is ")
+    assert theirs != mine
+    assert len(str(refused.value)) < 500
+
+
 def test_state_survives_torch_save_and_a_second_save_before_any_draw(tmp_path):
     clock = nc.Clock("linear", "speed")
     clock.draw(data())

@@ -75,7 +75,10 @@ def test_a_probing_sampler_without_a_model_says_so():
         nc.Clock("linear", Probing()).draw(data())
     with pytest.raises(ValueError, match=r"cannot find the model that is trained behind predict=.*name it: clock\.attach"):
         nc.Clock("linear", Probing()).draw(data(), predict=torch.add)
-    # and neither call has moved the clock
+    with pytest.raises(ValueError, match=r"behind predict=Sequential\(\.\.\.\); name it") as refused:  # a U-Net has a thousand lines
+        nc.Clock("linear", Probing()).attach(torch.optim.Adam(nn.Linear(2, 2).parameters())).draw(data(), predict=nn.Sequential(nn.Linear(2, 2)))
+    assert "\n" not in str(refused.value)
+    # and no call has moved the clock
     clock, twin = nc.Clock("linear", Probing()), nc.Clock("linear", Probing())
     with pytest.raises(ValueError, match="looks at the model"):
         clock.draw(data())
