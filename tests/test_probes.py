@@ -70,6 +70,30 @@ def test_explicit_probes_for_captured_graphs():
     assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2 + ["before"]
 
 
+def labelled(labels, x_t, t, model):
+    return model(x_t, t, labels)
+
+
+@pytest.mark.parametrize("how", ["closure", "partial", "mapping", "global"])
+def test_labels_that_predict_brings_along_are_told_of(how):
+    """They stay those of the whole batch, in its order, whatever samples are put through the model: wrong labels at best."""
+    model, x0, labels = Denoiser(conditions=1), data(), torch.arange(16.0)[:, None]
+    extra = {"labels": labels, "scale": torch.ones(3)}
+    scope = {"model": model, "labels": labels, "sample": torch.zeros(16)}
+    predict = {
+        "closure": lambda x, t: model(x, t, labels),
+        "partial": functools.partial(labelled, labels, model=model),
+        "mapping": lambda x, t: model(x, t, extra["labels"]),
+        "global": eval("lambda x, t: model(x, t, labels)", scope),
+    }[how]
+    name = {"partial": "argument 0", "mapping": r"extra\['labels'\]"}.get(how, "labels")
+    with pytest.warns(UserWarning, match=f"predict brings along {name}, with a row for each sample .* as cond, and let"):
+        nc.Clock("linear", Probing()).draw(x0, predict=predict)
+    # as it should be written, and what only looks alike: warnings are errors here
+    nc.Clock("linear", Probing()).draw(x0, predict=model, cond=labels)
+    nc.Clock("linear", Probing()).draw(x0, predict=eval("lambda x, t: [o := model(x, t), o.sample if 0 else o][1]", {**scope, "model": Denoiser()}))
+
+
 def test_a_probing_sampler_without_a_model_says_so():
     with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
         nc.Clock("linear", Probing()).draw(data())
