@@ -394,7 +394,10 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
         ),
         (lambda: nc.Clock("cosine", nc.SpeeD(schedule=nc.schedule("linear"))), ValueError, "was made for Linear"),
         (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(4, 2, dtype=torch.uint8)), TypeError, "scaled to .* got torch.uint8"),
-        (lambda: nc.Clock("linear", "uniform").draw([1.0]), TypeError, "got list"),
+        (lambda: nc.Clock("linear", "uniform").draw([data(), 1]), TypeError, "got list; take the data out of it"),
+        (lambda: nc.Clock("linear", "uniform").draw({"images": data()}), TypeError, "got dict; take the data out of it"),
+        (lambda: nc.Clock("linear", "uniform").draw(data().numpy()), TypeError, "got ndarray$"),
+        (lambda: nc.Clock("linear", "uniform").at(data(), 500), ValueError, r"from 500 to 500; for integer steps use schedule.time_of\(step\)"),
         (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(4)), ValueError, r"at least one sample, got shape \(4,\)"),
         (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(0, 3)), ValueError, r"at least one sample, got shape \(0, 3\)"),
         (
@@ -418,6 +421,21 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_thousand_betas_are_not_said():
+    """A sentence has room for the ends of the list; a repr holds them all, because it rebuilds the schedule."""
+    schedule = nc.schedule("betas", betas=nc.schedule("linear").betas)
+    clock = nc.Clock(schedule, nc.LogNormal())
+    assert eval(repr(schedule), {"Betas": nc.schedules.Betas}) == schedule
+    assert str(schedule) == "Betas([0.0001, 0.00011991991991991993, ..., 0.02: 1000 numbers], zero_terminal_snr=False)"
+    assert repr(clock).startswith(f"Clock({schedule}, LogNormal(mean=-1.2, std=1.2, schedule={schedule}), ")
+    with pytest.raises(ValueError, match="has no effect without importance") as refused:
+        nc.Clock(schedule, nc.LogNormal(), base=nc.LogNormal())
+    assert len(str(refused.value)) < 300
+    with pytest.raises(TypeError, match="steps beside Betas") as refused:
+        nc.schedule(schedule, steps=4)
+    assert len(str(refused.value)) < 300
 
 
 def test_workers_of_a_loader_do_not_draw():

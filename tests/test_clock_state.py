@@ -45,6 +45,65 @@ def test_resuming_is_bit_exact(sampler, schedule):
         assert np.array_equal(x, y, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["adaptive", "gradient-variance"])
+def test_a_probe_right_after_resuming_looks_in_the_precision_of_training(name):
+    """Autocast is around the model alone, so a clock knows of it from the predictions, and the first probe of a resumed run comes before any."""
+    options = {"adaptive": {"every": 4, "stride": 100}, "gradient-variance": {"every": 4, "bins": 4, "samples": 8}}
+
+    def made():
+        torch.manual_seed(0)
+        model = Denoiser()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        return model, optimizer, nc.Clock("linear", nc.sampler(name, **options[name])).attach(optimizer)
+
+    def run(model, optimizer, clock, steps):
+        for step in steps:
+            torch.manual_seed(step)  # dropout too
+            b = clock.draw(torch.randn(32, 2), predict=model)
+            with torch.autocast("cpu", torch.bfloat16):
+                prediction = model(b.x_t, b.t)
+            clock.loss(b, prediction).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return clock.sampler.state_dict()
+
+    whole = made()
+    run(*whole, range(8))  # the next probe is due at once
+    saved = copy.deepcopy([part.state_dict() for part in whole])
+    assert saved[2]["autocast"] == "bfloat16"
+    resumed = made()
+    for part, state in zip(resumed, saved, strict=True):
+        part.load_state_dict(state)
+    wanted, found = run(*whole, range(8, 10)), run(*resumed, range(8, 10))
+    assert str(found) == str(wanted)
+    assert all(torch.equal(x, y) for x, y in zip(resumed[0].parameters(), whole[0].parameters(), strict=True))
+
+
+def test_a_state_of_before_autocast_was_saved_is_read():
+    clock = nc.Clock("linear", "uniform")
+    old = {name: part for name, part in clock.state_dict().items() if name != "autocast"}
+    clock.load_state_dict(old)
+    assert clock.state_dict()["autocast"] == ""
+
+
+@pytest.mark.parametrize("changed", [{}, {"zero_terminal_snr": True}, {"beta": 500}, {"beta": 999}])
+def test_of_two_schedules_with_many_betas_the_difference_is_shown(changed):
+    """A thousand numbers are no sentence, and their beginnings may be alike."""
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    state = nc.Clock(nc.schedule("betas", betas=betas), "uniform").state_dict()
+    if not changed:
+        nc.Clock(nc.schedule("betas", betas=betas), "uniform").load_state_dict(state)
+        return
+    if "beta" in changed:
+        betas[changed["beta"]] *= 1.01
+    other = nc.Clock(nc.schedule("betas", betas=betas, zero_terminal_snr="beta" not in changed), "uniform")
+    with pytest.raises(ValueError, match="the state belongs to another clock: its schedule is") as refused:
+        other.load_state_dict(state)
+    theirs, mine = str(refused.value).split("its schedule is ")[1].split(", this one's is ")
+    assert theirs != mine
+    assert len(str(refused.value)) < 500
+
+
 def test_state_survives_torch_save_and_a_second_save_before_any_draw(tmp_path):
     clock = nc.Clock("linear", "speed")
     clock.draw(data())
@@ -88,6 +147,7 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         ({**good, "record": {}}, "50 bins"),
         ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
         ({**good, "draws": "x"}, "invalid literal"),
+        ({**good, "autocast": "int8"}, "unknown autocast of the state 'int8'"),
         (None, "not the whole state of a Clock: it is None"),
         (nc.Clock("cosine", "speed", nc.MinSNR(5.0), seed=1).state_dict(), "its schedule is Cosine"),
         (nc.Clock("linear", "uniform", nc.MinSNR(5.0), seed=1).state_dict(), r"its sampler is Uniform\(\)"),

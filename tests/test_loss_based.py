@@ -15,6 +15,7 @@ from noiseclock.core import loss_based
 from noiseclock.core.batch import Batch
 from noiseclock.core.learned import running_sum
 from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
+from noiseclock.core.record import Record
 from noiseclock.core.samplers import Setting
 
 BELOW_ONE = math.nextafter(1, 0)
@@ -379,6 +380,14 @@ def test_losses_that_are_all_zero_leave_the_base():
 # --- bad input ----------------------------------------------------------------------------------------------------------------------------
 
 
+def test_losses_with_a_gradient_do_not_keep_their_graph():
+    """Batches wait to be added up together; with their graphs the activations of twenty updates would wait with them."""
+    sampler = bound(LossSecondMoment())
+    sampler.update(batch_at(torch.rand(4)), torch.rand(4, requires_grad=True) * 2)
+    assert not any(losses.requires_grad for _, _, losses in sampler._waiting)
+    sampler.state_dict()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -395,6 +404,12 @@ def test_losses_that_are_all_zero_leave_the_base():
         (lambda: nc.Clock(COSINE, LossHistory(schedule=LINEAR)), ValueError, "was made for Linear"),
         (lambda: nc.Truncated(LossSecondMoment(), 0.1, 0.9), TypeError, "Truncated needs a fixed density with an inverse CDF, got LossSecondMoment"),
         (lambda: LossSecondMoment().log_prob(torch.tensor(1.5)), ValueError, r"must lie in \[0, 1\]"),
+        (
+            lambda: LossEMA().update(batch_at(torch.rand(4)), torch.tensor(0.5)),
+            ValueError,
+            r"losses must be of shape \(4,\), one for each sample and not their mean, got \(\)",
+        ),
+        (lambda: Record().add(torch.rand(4), torch.rand(4, 2)), ValueError, r"losses must be of shape \(4,\), .* got \(4, 2\)"),
     ],
 )
 def test_bad_input_is_named(call, error, message):

@@ -93,6 +93,11 @@ def test_bad_input_is_named():
         squared_error(Output(), torch.zeros(2, 3))  # a common slip
     with pytest.raises(ValueError, match=r"prediction has shape \(2, 6\), the target \(2, 3\)"):
         squared_error(torch.zeros(2, 6), torch.zeros(2, 3))
+    for loss in (torch.zeros(()), torch.zeros(2)):
+        with pytest.raises(ValueError, match=r"the target \(2, 3\); give what the model predicts, not a loss"):
+            squared_error(loss, torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"the prediction has shape \(2,\), the target \(2, 1\)$"):
+        squared_error(torch.zeros(2), torch.zeros(2, 1))
     with pytest.raises(ValueError, match="sigma_data must be positive"):
         nc.objective("edm", sigma_data=0.0)
     with pytest.raises(TypeError, match="got int"):

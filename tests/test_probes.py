@@ -82,12 +82,39 @@ def test_an_explicit_probe_waits_for_the_batch_that_is_drawn_after_it():
     assert clock.sampler.seen[-1][2] is batch
 
 
+def labelled(labels, x_t, t, model):
+    return model(x_t, t, labels)
+
+
+@pytest.mark.parametrize("how", ["closure", "partial", "mapping", "global"])
+def test_labels_that_predict_brings_along_are_told_of(how):
+    """They stay those of the whole batch, in its order, whatever samples are put through the model: wrong labels at best."""
+    model, x0, labels = Denoiser(conditions=1), data(), torch.arange(16.0)[:, None]
+    extra = {"labels": labels, "scale": torch.ones(3)}
+    scope = {"model": model, "labels": labels, "sample": torch.zeros(16)}
+    predict = {
+        "closure": lambda x, t: model(x, t, labels),
+        "partial": functools.partial(labelled, labels, model=model),
+        "mapping": lambda x, t: model(x, t, extra["labels"]),
+        "global": eval("lambda x, t: model(x, t, labels)", scope),
+    }[how]
+    name = {"partial": "argument 0", "mapping": r"extra\['labels'\]"}.get(how, "labels")
+    with pytest.warns(UserWarning, match=f"predict brings along {name}, with a row for each sample .* as cond, and let"):
+        nc.Clock("linear", Probing()).draw(x0, predict=predict)
+    # as it should be written, and what only looks alike: warnings are errors here
+    nc.Clock("linear", Probing()).draw(x0, predict=model, cond=labels)
+    nc.Clock("linear", Probing()).draw(x0, predict=eval("lambda x, t: [o := model(x, t), o.sample if 0 else o][1]", {**scope, "model": Denoiser()}))
+
+
 def test_a_probing_sampler_without_a_model_says_so():
     with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
         nc.Clock("linear", Probing()).draw(data())
     with pytest.raises(ValueError, match=r"cannot find the model that is trained behind predict=.*name it: clock\.attach"):
         nc.Clock("linear", Probing()).draw(data(), predict=torch.add)
-    # and neither call has moved the clock
+    with pytest.raises(ValueError, match=r"behind predict=Sequential\(\.\.\.\); name it") as refused:  # a U-Net has a thousand lines
+        nc.Clock("linear", Probing()).attach(torch.optim.Adam(nn.Linear(2, 2).parameters())).draw(data(), predict=nn.Sequential(nn.Linear(2, 2)))
+    assert "\n" not in str(refused.value)
+    # and no call has moved the clock
     clock, twin = nc.Clock("linear", Probing()), nc.Clock("linear", Probing())
     with pytest.raises(ValueError, match="looks at the model"):
         clock.draw(data())

@@ -236,6 +236,8 @@ def test_a_scheduler_object_is_read_without_its_library():
     assert nc.schedule(Fake(shift=3.0, num_train_timesteps=1000)) == Flow(condition_scale=1000.0)
     with pytest.raises(TypeError, match="got Fake"):
         nc.schedule(Fake())
+    with pytest.raises(TypeError, match=r'got Tensor \(betas of your own: nc.schedule\("betas", betas=...\)\)'):
+        nc.schedule(torch.tensor([0.1, 0.2]))
 
 
 @pytest.mark.parametrize(
@@ -273,6 +275,11 @@ def test_a_scheduler_object_is_read_without_its_library():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_step_may_be_a_plain_number():
+    linear = discrete("linear")
+    assert [int(linear.step(linear.time_of(step))) for step in (0, 500, 999)] == [0, 500, 999]
 
 
 def test_every_name_builds_and_reprs_rebuild():

@@ -266,6 +266,32 @@ def test_estimates_that_are_not_finite_are_skipped_and_counted():
 
 
 @pytest.mark.parametrize("kind", [nc.VarianceOptimal, nc.Lookahead])
+def test_a_fused_adam_that_has_made_no_step_yet_prices_nothing(kind):
+    """A GradScaler whose first scale is too high: the state is there, with a count of 0, and v̂ would be 0/0. Warnings are errors here."""
+
+    def priced(overflows):
+        torch.manual_seed(0)
+        model = Denoiser(width=8)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
+        clock = nc.Clock("linear", kind(every=1, bins=4)).attach(optimizer, model=model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        for step in range(4):
+            b = clock.draw(ring().sample(16), predict=model)
+            scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
+            if step < overflows:
+                next(model.parameters()).grad[0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return clock.sampler
+
+    none, some, all_ = priced(4), priced(2), priced(0)
+    assert none.skipped == some.skipped == all_.skipped == 0
+    prices = [sampler._buffers["faded"][0].max().item() for sampler in (none, some, all_)]  # probes that reached the bin, fading by 0.95
+    assert prices == pytest.approx([0, 1.95, 1 + 0.95 + 0.95**2 + 0.95**3])
+
+
+@pytest.mark.parametrize("kind", [nc.VarianceOptimal, nc.Lookahead])
 def test_an_unknown_optimiser_is_said_once(kind):
     model = Denoiser(width=8)
     clock = nc.Clock("linear", kind(every=1)).attach(torch.optim.RMSprop(model.parameters()), model=model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,7 +83,7 @@ class Watch:
 
 def compare(argv: list[str]) -> int:
     """`noiseclock compare`."""
-    options, rest = tyro.cli(Compare, args=argv, prog="noiseclock compare", description=Compare.__doc__, return_unknown_args=True)
+    options, rest = tyro.cli(Compare, args=argv, prog="noiseclock compare", description=getdoc(Compare), return_unknown_args=True)
     from noiseclock.lab.compare import by_workers, merge
     from noiseclock.lab.recipes import Recipe, recipe
 

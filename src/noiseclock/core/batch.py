@@ -77,7 +77,8 @@ def check_batch(x0: Tensor, noise: Tensor | None) -> None:
     """Raise unless x0 is a batch of floating-point data and the noise, if any, is like it."""
     if not isinstance(x0, Tensor) or not x0.is_floating_point():
         kind = x0.dtype if isinstance(x0, Tensor) else type(x0).__name__
-        raise TypeError(f"x0 must be a floating-point tensor (images scaled to [-1, 1]), got {kind}")
+        hint = "; take the data out of it" if isinstance(x0, (list, tuple, Mapping)) else ""
+        raise TypeError(f"x0 must be a floating-point tensor (images scaled to [-1, 1]), got {kind}{hint}")
     if x0.ndim < 2 or len(x0) == 0:
         raise ValueError(f"x0 must be a batch (B, ...) of at least one sample, got shape {tuple(x0.shape)}")
     if noise is not None and not isinstance(noise, Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
     """The object that is meant: `thing` itself, or the known one of that name made with `options`."""
     if isinstance(thing, wanted):
         if options:
-            raise TypeError(f"options go with the name of a {kind}, not with an object: {', '.join(options)} beside {thing!r}")
+            raise TypeError(f"options go with the name of a {kind}, not with an object: {', '.join(options)} beside {thing}")
         return thing
     if isinstance(thing, type) and issubclass(thing, wanted):
         raise TypeError(f"a {kind} is a name or a {wanted.__name__}, got the class {thing.__name__} itself: write {thing.__name__}()")
@@ -43,6 +44,31 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
     if missing:
         raise TypeError(f"{kind} {thing!r} needs {', '.join(missing)}")
     return make(**options)
+
+
+def brief(text: str) -> str:
+    """The repr of something, short enough for a sentence: its first line, without the middle of long lists of numbers, such as a schedule's betas.
+
+    >>> brief("Betas([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], zero_terminal_snr=False)")
+    'Betas([0.1, 0.2, ..., 0.6: 6 numbers], zero_terminal_snr=False)'
+    """
+
+    def ends(found: re.Match[str]) -> str:
+        numbers = found[1].split(", ")
+        return f"[{numbers[0]}, {numbers[1]}, ..., {numbers[-1]}: {len(numbers)} numbers]"
+
+    first, *rest = text.splitlines()
+    return re.sub(r"\[((?:[-+.\de]+, ){5,}[-+.\de]+)\]", ends, first.removesuffix("(") + "(...)" if rest else first)
+
+
+def told_apart(one: str, other: str) -> tuple[str, str]:
+    """Two descriptions that differ, short enough for a sentence and with a difference in sight."""
+    short = brief(one)[:300], brief(other)[:300]
+    if short[0] != short[1]:
+        return short
+    alike = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+    start = max(alike - 30, 0)
+    return f"...{one[start : start + 60]}...", f"...{other[start : start + 60]}..."
 
 
 def take_finite(owner: Any, *names: str) -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
-from noiseclock.core.checks import choose, take_whole
+from noiseclock.core.checks import brief, choose, take_whole, told_apart
 from noiseclock.core.directions import unwrapped
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
@@ -35,6 +35,7 @@ from noiseclock.core.weightings import Constant, Weighting, weighting as make_we
 
 VERSION = 1  # of the state; raised when an older one can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
+AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as the state names them
 TOO_SMALL = 20  # batches in a row that a probe may be put off for; the short last ones of epochs are fewer
 PATIENCE = 1000  # draws without an update before a sampler that counts updates says that it sees none
 
@@ -321,7 +322,8 @@ class Clock:
             return
         modules = modules_of(predict) if self._model is None else self._model
         if not modules or (self.optimizer is not None and not self._trains(modules)):
-            raise ValueError(f"cannot find the model that is trained behind predict={predict!r}; name it: clock.attach(optimizer, model=model)")
+            given = brief(repr(predict))
+            raise ValueError(f"cannot find the model that is trained behind predict={given}; name it: clock.attach(optimizer, model=model)")
         # noise of its own, by the update: what is trained must not depend on how often one looks
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
@@ -400,6 +402,8 @@ class Clock:
             "updates": self.updates,
             "skips": int(self._skips),
             "next_probe": self._next_probe,
+            # a probe that is due at once must look as the others did; "" for none
+            "autocast": str(self._autocast or "").removeprefix("torch."),
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
@@ -423,6 +427,7 @@ class Clock:
             raise
         self.record.load_state_dict(state["record"])
         self._updates, self._skips, self._next_probe = updates + skips, skips, next_probe
+        self._autocast = AUTOCAST[state.get("autocast", "")]
         self._chance.load_state_dict(state)
         self._probe, self._batch, self._paired = None, None, False
         self._advance()
@@ -437,7 +442,9 @@ class Clock:
         for part, mine in self._setup().items():
             theirs = state["setup"].get(part)
             if theirs != mine:
-                raise ValueError(f"the state belongs to another clock: its {part} is {str(theirs)[:300]}, this one's is {str(mine)[:300]}")
+                theirs, mine = told_apart(str(theirs), str(mine))
+                raise ValueError(f"the state belongs to another clock: its {part} is {theirs}, this one's is {mine}")
+        choose("autocast of the state", state.get("autocast", ""), AUTOCAST)
         self._chance.check(state)
         self.record.check(state["record"])
 

@@ -77,7 +77,8 @@ def _adam(group: Any, states: list[Any]) -> list[Tensor]:
         return []
     squares = [local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]) for state in states]
     steps = torch.stack([local(state["step"]) for state in states])
-    seen = 1 - group["betas"][1] ** steps.to(squares[0].device, torch.float32)
+    # a fused one has a state from its first step on, also where a GradScaler made it leave out all of them
+    seen = 1 - group["betas"][1] ** steps.to(squares[0].device, torch.float32).clamp(min=1)
     power = list(torch._foreach_div(squares, list(seen.unbind())))
     torch._foreach_sqrt_(power)
     torch._foreach_add_(power, group["eps"])

@@ -25,6 +25,7 @@ from noiseclock.core import ranks
 from noiseclock.core.batch import Batch
 from noiseclock.core.checks import take_finite, take_whole
 from noiseclock.core.learned import LearnedDensity
+from noiseclock.core.record import take_losses
 from noiseclock.core.samplers import TINY, Sampler, Setting
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.table import cell, widen
@@ -81,6 +82,7 @@ class LossBased(LearnedDensity):
 
     @torch.no_grad()
     def update(self, batch: Batch, losses: Tensor) -> None:
+        losses = take_losses(losses, batch.time)
         super().update(batch, losses)
         self._heard = True
         # An eager step is bound by its launches, and many batches are added up in as many of them as one. A captured graph is replayed

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from noiseclock.core.batch import Predict, at_least_float32, call, check_batch
-from noiseclock.core.checks import choose
+from noiseclock.core.checks import brief, choose
 from noiseclock.core.clock import Clock
 from noiseclock.core.directions import metric, trained, unwrapped
 from noiseclock.core.gradient_variance import gradient_moments, split
@@ -346,5 +346,5 @@ def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
 def _modules(predict: Predict, model: nn.Module | None) -> list[nn.Module]:
     modules = modules_of(predict) if model is None else [model]
     if not modules:
-        raise ValueError(f"cannot find the model behind predict={predict!r}; name it: model=...")
+        raise ValueError(f"cannot find the model behind predict={brief(repr(predict))}; name it: model=...")
     return modules

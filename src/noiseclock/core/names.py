@@ -101,7 +101,10 @@ def schedule_of_diffusers(scheduler: Any) -> Schedule:
         if np.abs(np.cumprod(1 - betas) - alpha_bar).max() > 1e-5:
             betas = 1 - alpha_bar / np.append(1.0, alpha_bar[:-1])
         return Betas(betas)
-    raise TypeError(f"a schedule is a name, a Schedule or a diffusers scheduler with betas, sigma_data or shift; got {type(scheduler).__name__}")
+    raise TypeError(
+        f"a schedule is a name, a Schedule or a diffusers scheduler with betas, sigma_data or shift; got {type(scheduler).__name__} "
+        '(betas of your own: nc.schedule("betas", betas=...))'
+    )
 
 
 def objective_of_diffusers(scheduler: Any) -> Objective | None:

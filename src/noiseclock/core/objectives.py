@@ -36,7 +36,9 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
         hint = "; a diffusers model keeps it in .sample" if hasattr(prediction, "sample") else ""
         raise TypeError(f"the prediction must be a tensor, got {type(prediction).__name__}{hint}")
     if prediction.shape != target.shape:
-        raise ValueError(f"the prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}")
+        reduced = prediction.shape in ((), target.shape[:1]) and prediction.numel() < target.numel()
+        hint = "; give what the model predicts, not a loss" if reduced else ""
+        raise ValueError(f"the prediction has shape {tuple(prediction.shape)}, the target {tuple(target.shape)}{hint}")
     kind = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
     return (prediction.to(kind) - target.to(kind)).square().flatten(1).mean(1)
 

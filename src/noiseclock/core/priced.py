@@ -106,6 +106,8 @@ class Priced(LearnedDensity):
         count, total = ranks.total(price.new_zeros(2, self.bins).index_add_(1, cell(time, self.bins), rows))
         self._buffers["skipped"].add_(ranks.total((~finite).sum()))
         self._buffers["probes"].add_(1)
+        # where nothing has a price nothing was moved, as by a fused optimiser that a GradScaler made leave out all its steps so far
+        count = count * (total != 0).any()
         mean, faded = total / count.clamp(min=1), self._buffers["faded"]
         faded.copy_(torch.where(count > 0, faded * self.decay + torch.stack([torch.ones_like(mean), mean, mean.square()]), faded))
         known = (self._base_cells() * (faded[0] > 0)).sum() >= ENOUGH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import warnings
@@ -34,6 +35,20 @@ def modules_of(predict: Any) -> list[nn.Module]:
         seen = inspect.getclosurevars(predict)
         return [value for value in (*seen.nonlocals.values(), *seen.globals.values()) if isinstance(value, nn.Module)]
     return []
+
+
+def rows_held(predict: Any, batch: int) -> list[str]:
+    """The names of what a function or partial brings along with one row for each of `batch` samples, be it a tensor or in a mapping."""
+    held: dict[str, Any] = {}
+    if isinstance(predict, functools.partial):
+        held = {**{f"argument {i}": value for i, value in enumerate(predict.args)}, **predict.keywords}
+    elif inspect.isfunction(predict):
+        seen = inspect.getclosurevars(predict)
+        # not the names of attributes, which it counts among the globals: `unet(x, t).sample` has nothing to do with a global `sample`
+        named = {instruction.argval for instruction in dis.get_instructions(predict) if instruction.opname == "LOAD_GLOBAL"}
+        held = {**{name: value for name, value in seen.globals.items() if name in named}, **seen.nonlocals}
+    inner = {f"{name}[{key!r}]": part for name, value in held.items() if isinstance(value, Mapping) for key, part in value.items()}
+    return [name for name, value in (held | inner).items() if isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch > 1]
 
 
 @contextmanager
@@ -135,6 +150,12 @@ class Probe:
         self.optimizer = optimizer
         self.lost: Tensor | None = None
         self._exact = False
+        if held := rows_held(predict, len(x0)):
+            warnings.warn(
+                f"predict brings along {', '.join(held)}, with a row for each sample of the batch, but it is shown other samples, in other numbers; "
+                "pass what belongs to the samples as cond, and let predict(x_t, t, cond) take it",
+                stacklevel=3,
+            )
 
     def first(self, samples: int) -> Probe:
         """The same with the first samples of the batch only."""

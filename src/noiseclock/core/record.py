@@ -29,6 +29,13 @@ class ByTime(NamedTuple):
     loss: Array
 
 
+def take_losses(losses: Tensor, time: Tensor) -> Tensor:
+    """Losses (B,) without their gradient, or a ValueError unless there is one for each time (B,)."""
+    if losses.shape != time.shape:
+        raise ValueError(f"losses must be of shape {tuple(time.shape)}, one for each sample and not their mean, got {tuple(losses.shape)}")
+    return losses.detach()
+
+
 class Record:
     """Running counts and losses in `bins` equal bins of time, of this rank. Adding to it never synchronises with the device."""
 
@@ -44,7 +51,7 @@ class Record:
         if self._sums.device != device:
             with lasting():
                 self._sums = self._sums.to(device, wide(device))
-        losses = losses.detach().to(self._sums.dtype)
+        losses = take_losses(losses, time).to(self._sums.dtype)
         finite = losses.isfinite()
         rows = torch.stack([torch.ones_like(losses), finite.to(losses.dtype), torch.where(finite, losses, 0.0)])
         self._sums[1:] *= 1 - 1 / WINDOW

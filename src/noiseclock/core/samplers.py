@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from noiseclock.core.batch import Batch, Draw
-from noiseclock.core.checks import take_finite, take_positive
+from noiseclock.core.checks import brief, take_finite, take_positive
 from noiseclock.core.normal import normal_log_prob, normal_mass
 from noiseclock.core.objectives import Objective
 from noiseclock.core.probes import Probe
@@ -53,6 +53,9 @@ class Sampler(ABC):
     every: int = 0  # a probe of the model is due every so many optimiser updates; 0 for never
     least_batch: int = 1  # samples that a probe needs; a smaller batch, as the last of an epoch may be, is not probed
     stratified: bool = True  # may one batch's uniforms be spread evenly? Not where the sampler learns from batches that differ
+
+    def __str__(self) -> str:
+        return brief(repr(self))
 
     @property
     def corrects(self) -> bool:

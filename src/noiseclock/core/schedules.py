@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noiseclock.core.checks import choose, take_positive, take_whole
+from noiseclock.core.checks import brief, choose, take_positive, take_whole
 from noiseclock.core.table import Table, cell, widen
 
 Array = NDArray[np.float64]
@@ -39,7 +39,8 @@ def as_time(time: Tensor | float) -> Tensor:
     if not time.is_floating_point():
         raise TypeError(f"time must be floating point in [0, 1], got {time.dtype}; for integer steps use schedule.time_of(step)")
     if time.device.type == "cpu" and not bool(((time >= 0) & (time <= 1)).all()):
-        raise ValueError(f"time must lie in [0, 1], got values from {time.min().item():g} to {time.max().item():g}")
+        hint = "; for integer steps use schedule.time_of(step)" if time.max() > 1 else ""
+        raise ValueError(f"time must lie in [0, 1], got values from {time.min().item():g} to {time.max().item():g}{hint}")
     return time
 
 
@@ -94,6 +95,9 @@ class Schedule(ABC):
     """x_t = a·x0 + s·eps as a function of time. `steps` is the number of discrete steps, None in continuous time."""
 
     steps: int | None = None
+
+    def __str__(self) -> str:
+        return brief(repr(self))
 
     @abstractmethod
     def level(self, time: Tensor) -> Level:
@@ -221,8 +225,10 @@ class Discrete(Schedule):
         """floor(u·T) as int64, with u = 1 in the last step."""
         return cell(time, self.steps)
 
-    def time_of(self, step: Tensor) -> Tensor:
+    def time_of(self, step: Tensor | int) -> Tensor:
         """The middle of the step's cell, (t+½)/T, float64."""
+        if not isinstance(step, Tensor):
+            step = torch.as_tensor(step, device="cpu")
         if step.is_floating_point():
             raise TypeError(f"step must be an integer tensor, got {step.dtype}")
         if step.device.type == "cpu" and not bool(((step >= 0) & (step < self.steps)).all()):

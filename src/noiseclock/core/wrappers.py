@@ -23,7 +23,7 @@ Number = TypeVar("Number", float, Tensor)
 
 def _needs_density(owner: object, sampler: object) -> None:
     if not isinstance(sampler, Density):
-        raise TypeError(f"{type(owner).__name__} needs a fixed density with an inverse CDF, got {sampler!r}")
+        raise TypeError(f"{type(owner).__name__} needs a fixed density with an inverse CDF, got {sampler}")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed
-from rich.table import Table
 from rich.text import Text
 
 import noiseclock as nc
@@ -296,15 +295,15 @@ def healthy(checks: list[Check]) -> bool:
     return all(check.ok is not False or not check.required for check in checks)
 
 
-def render(checks: list[Check]) -> Table:
-    """One row a check."""
-    table = Table(show_header=False, box=None, padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")  # an address is of no use when cut off
+def render(checks: list[Check]) -> Text:
+    """A line for each check, and one for its advice. No table: its cells would break an address, which is then of no use."""
+    width = max(len(check.name) for check in checks)
+    lines = []
     for check in checks:
-        broken = Text("broken", "bold red" if check.required else "yellow")
-        mark = broken if check.ok is False else Text("ok", "green") if check.ok else Text("absent", "dim")
+        broken = ("broken", "bold red" if check.required else "yellow")
+        mark, style = broken if check.ok is False else ("ok", "green") if check.ok else ("absent", "dim")
         # as Text, because a path in square brackets is no markup
-        table.add_row(mark, Text(check.name), Text.assemble(check.found, ("\n" + check.advice if check.advice else "", "italic")))
-    return table
+        lines.append(Text.assemble((f"{mark:<8}", style), f"{check.name:<{width}}  {check.found}"))
+        if check.advice:
+            lines.append(Text(" " * (width + 10) + check.advice, "italic"))
+    return Text("\n").join(lines)

@@ -153,7 +153,7 @@ class Recipe:
         if self.solver_steps > (schedule.steps or self.solver_steps):
             raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
         if self.objective == "eps" and float(schedule(1.0)[0]) == 0:
-            raise Mistake("this schedule ends in pure noise, where a prediction of the noise says nothing of the picture; take objective v or x0")
+            raise Mistake("this schedule ends in pure noise, where a prediction of it says nothing of the picture; take the objective v, x0 or flow")
 
     def clock(self, **place: Any) -> Clock:
         """The clock that this recipe trains by. place: rank and world_size, where they are not torch.distributed's."""
