@@ -85,6 +85,18 @@ def test_final_values_by_learning_rate():
     assert report_charts.quality(results, "frechet")["lrs"] == [{"lr": [1e-3, 2e-3], "mean": [5, 3], "low": [4, 2], "high": [6, 4], "n": [2, 2]}]
 
 
+def test_learning_rates_are_compared_once_a_method_has_finished_at_two(tmp_path):
+    """Some trainings are stopped early, to choose: a table and a chart of nothing would follow."""
+    folder = made_up_results.write(tmp_path / "r", ["uniform", "speed"], (0,), lrs=(1e-3, 2e-3), updates=200, every=100)
+    about = "At the best learning rate of each"
+    assert about in report_page.page(read(folder))
+    assert "own best" in report_markdown.markdown(read(folder))
+    for cell in (folder / "cells").glob("*--lr-0.002--*"):
+        (cell / "finished.json").unlink()
+    assert about not in report_page.page(read(folder))
+    assert "own best" not in report_markdown.markdown(read(folder))
+
+
 def test_loss_by_noise_level_and_its_ratio_are_as_written(made_up):
     """The generator's loss at time u is 3·loss·(1-u)² of one seed, so that the ratio of two methods is that of their mean losses everywhere."""
     results = read(made_up)

@@ -16,7 +16,7 @@ from noiseclock.lab.statistics import BETTER, SAME, WORSE, Table
 def markdown(results: Results) -> str:
     """The answer, the tables, what is needed to repeat it, and what is missing."""
     parts = [f"# {_text(heading(results))}", _text(statistics.answer(results)), _text(" · ".join(facts(results)))]
-    for own_lr in (False, True) if len(results.lrs) > 1 else (False,):
+    for own_lr in (False, True) if results.tuned else (False,):
         for metric in statistics.measured(results):
             t = statistics.table(results, metric, own_lr=own_lr)
             parts += [f"## {_text(capital(t.title))}{', each at its own best learning rate' if own_lr else ''}", _rows(t), _text(" ".join(t.notes))]

@@ -151,7 +151,7 @@ def _qualities(data: dict[str, Any]) -> str:
 
 
 def _learning_rates(results: Results, data: dict[str, Any]) -> str:
-    if len(results.lrs) < 2 or not data["metrics"]:
+    if not results.tuned or not data["metrics"]:
         return ""
     tables = "".join(
         _for_metric(metric, i, _table(t := statistics.table(results, metric, own_lr=True), data) + _notes(t))

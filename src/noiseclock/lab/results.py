@@ -98,6 +98,11 @@ class Results:
         order = [self.config.get("settings", {}).get("lr"), *self.config.get("lrs", []), *self.lrs]
         return next((lr for lr in order if lr in self.lrs), None)
 
+    @property
+    def tuned(self) -> bool:
+        """Was any method trained to its end at several learning rates?"""
+        return any(len({cell.lr for cell in self.of(method) if cell.finished}) > 1 for method in self.methods)
+
     def of(self, method: str, lr: float | None = None) -> list[Cell]:
         """The cells of a method, at one learning rate or at all, by learning rate and seed."""
         found = [cell for cell in self.cells if cell.method == method and lr in (None, cell.lr)]

@@ -363,7 +363,7 @@ def answer(results: Results) -> str:
     if len(t.rows) < 2:
         return f"There is nothing to compare: {results.methods[0]} is the only method."
     said = f"On {results.recipe}, after {t.step or 0:,} updates, {_said(t)}"
-    if len(results.lrs) > 1:
+    if results.tuned:
         said += f" With each at its own best of {len(results.lrs)} learning rates, {_said(table(results, t.metric, own_lr=True))}"
     return said
 
