@@ -397,8 +397,8 @@ def test_an_analysis_tells_what_it_measures_and_where_its_figures_are(capsys, tm
 
     def smallest(settings, images, *, quick):
         asked.append((settings, images, quick))
-        probes = "adaptive:every=1,stride=5,queue=3"
-        return analyze.Plan((1, 2), 8, images=8, times=4, bins=2, samples=4, pairs=1, updates=1, methods=("uniform", "lsm"), adaptive=probes)
+        often = ("adaptive:every=1,stride=5,queue=3",)
+        return analyze.Plan((1, 2), 8, images=8, times=4, bins=2, samples=4, pairs=1, updates=1, methods=("uniform", "lsm"), probing=often)
 
     monkeypatch.setattr(analyze, "planned", smallest)
     monkeypatch.setitem(RECIPES, "digits", RECIPES["digits"]._replace(recipe=TINY))

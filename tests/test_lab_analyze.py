@@ -27,7 +27,16 @@ from noiseclock.lab.trained import Trained, recipe_of
 
 SMALL = Recipe(channels=8, multipliers=(1,), blocks=1, attention=(), batch=8, lr=1e-3, ema=0.9, updates=6, sample_every=0, validate_every=0, track=())
 TINY = Plan(
-    (1, 3), 8, images=8, times=4, bins=2, samples=4, pairs=1, updates=2, methods=("uniform", "min-snr", "lsm"), adaptive="adaptive:every=1,stride=2"
+    (1, 3),
+    8,
+    images=8,
+    times=4,
+    bins=2,
+    samples=4,
+    pairs=1,
+    updates=2,
+    methods=("uniform", "min-snr", "lsm"),
+    probing=("adaptive:every=1,stride=2",),
 )
 
 
@@ -90,7 +99,7 @@ def test_every_method_has_a_density_that_is_one(method, schedule):
     assert found.density.min() >= 0
     # exact on steps; for a density that is read at 1000 points a midpoint sum, off by the step of SpeeD's at τ: 4/3.56 of a point
     assert found.density.mean() == pytest.approx(1, abs=1e-9 if schedule != "flow" else 2e-3)
-    assert found.learned == (method in ("adaptive", "lsm"))
+    assert found.learned == (method in ("adaptive", "lsm", "variance-optimal"))
 
 
 # --- the process --------------------------------------------------------------------------------------------------------------------------
@@ -201,7 +210,8 @@ def test_plans():
     digits, cifar10 = RECIPES["digits"].recipe, RECIPES["cifar10-linear"].recipe
     assert analyze.planned(digits, 1437).stages[-1] == round(20 * 1437 / 64)  # twenty epochs
     assert analyze.planned(cifar10, 50_000).stages == (391, 781, 1953, 3906, 7812)
-    assert analyze.planned(cifar10, 50_000).adaptive == "adaptive"
+    assert analyze.planned(cifar10, 50_000).probing == ()  # as they are
+    assert analyze.planned(digits, 1437).probing == ("adaptive:every=4,stride=10", "variance-optimal:every=4")
     assert analyze.planned(replace(digits, updates=30), 1437).stages[-1] == 30
     assert analyze.planned(digits, 1437, quick=True).stages[-1] < 50
     for stages in ((), (0, 1), (2, 2), (3, 1)):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from noiseclock.lab import statistics
     from noiseclock.lab.compare import Event, Plan
 
-METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed", "adaptive", "lsm")
+METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed+change-aware", "adaptive", "lsm", "variance-optimal")
 RecipeName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="noiseclock recipes lists them")]
 REPLACED = ("sampler", "weighting", "correct", "lr", "seed", "save_every", "validate_every", "sample_every", "track")
 

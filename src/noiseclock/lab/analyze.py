@@ -48,7 +48,7 @@ from noiseclock.lab.trained import Trained, opened
 VERSION = 1
 INTERVAL = (0.0, 0.2)  # the adaptive paper's t in [0, 200] of 1000
 SCHEDULES = ("linear", "cosine", "quadratic")
-METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed+change-aware", "adaptive", "lsm")
+METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed+change-aware", "adaptive", "lsm", "variance-optimal")
 Found = TypeVar("Found")
 Data = dict[str, dict[str, list[Any]]]  # by the name of the figure and what its function is given
 
@@ -146,7 +146,7 @@ class Plan:
 
     stages: updates after which a model is looked at; the last is the length of each training. batch: images of an update, at most. images: that
     are measured on. times: at which the loss is taken. bins, samples, pairs: of `gradient_variance`. probes: of `utility_over_time`. updates: that
-    see INTERVAL alone. methods: whose densities are shown. adaptive: how the method of that name is set for trainings so short.
+    see INTERVAL alone. methods: whose densities are shown. probing: how those of them that probe are set for trainings so short.
     """
 
     stages: tuple[int, ...]
@@ -159,7 +159,7 @@ class Plan:
     probes: int = 16
     updates: int = 100
     methods: tuple[str, ...] = METHODS
-    adaptive: str = "adaptive"
+    probing: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0] < 1 or any(a >= b for a, b in pairwise(self.stages)):
@@ -169,13 +169,13 @@ class Plan:
 def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:
     """For a data set of so many images: 20 epochs, as in the adaptive paper's Fig. 2, or as many as the recipe has; quick: a first look."""
     if quick:
-        probes = "adaptive:every=4,stride=50,queue=5"
-        return Plan((8, 24), min(recipe.batch, 16), images=32, times=12, bins=6, samples=16, pairs=1, probes=4, updates=6, adaptive=probes)
+        often = ("adaptive:every=4,stride=50,queue=5", "variance-optimal:every=2,warmup=2")
+        return Plan((8, 24), min(recipe.batch, 16), images=32, times=12, bins=6, samples=16, pairs=1, probes=4, updates=6, probing=often)
     last = min(recipe.updates, max(20, round(20 * images / recipe.batch)))
     stages = sorted({max(1, round(last * share)) for share in (0.05, 0.1, 0.25, 0.5, 1)})
     # a hundred probes at least, with a coarser grid where the paper's settings would give fewer
-    probes = "adaptive" if last >= 4000 else f"adaptive:every={max(1, last // 100)},stride=10"
-    return Plan(tuple(stages), recipe.batch, adaptive=probes)
+    every = max(1, last // 100)
+    return Plan(tuple(stages), recipe.batch, probing=() if last >= 4000 else (f"adaptive:every={every},stride=10", f"variance-optimal:every={every}"))
 
 
 def profile(run: Trained, plan: Plan, *, weighted: bool = False, device: str = "cpu") -> Profile:
@@ -305,7 +305,7 @@ def from_recipe(recipe: Recipe, folder: Path, plan: Plan, device: str, say: Call
 
     def trained(schedule: str, method: str, kind: type[Found], measure: Callable[[Trained], Found]) -> list[Found]:
         place = folder / "trainings" / f"{schedule}-{method}".replace(":", "-").replace(",", "-")
-        settings = replace(applied(plan.adaptive if method == "adaptive" else method, short), schedule=schedule)
+        settings = replace(applied(next((words for words in plan.probing if words.startswith(f"{method}:")), method), short), schedule=schedule)
         stages = plan.stages[-1:] if kind in (Coupling, Utility) else plan.stages
         return through(settings, place, stages, kind, measure, device=device, say=lambda text: say(f"{schedule} schedule, {method}: {text}"))
 
