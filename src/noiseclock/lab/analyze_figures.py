@@ -202,10 +202,8 @@ def _densities(place: Axes, rows: Sequence[Density]) -> None:
     top = max(float(found.density.max()) for found in rows)
     _time(place)
     place.set_ylim(0, max(2.0, 1.08 * min(top, 8)))  # a spike at one end must not press the rest to the floor
-    if top > 8:
-        place.annotate(f"up to {top:.3g}", (0.97, 0.93), xycoords="axes fraction", ha="right", va="top", fontsize=8, color="#555555")
-    if rows[0].corrected:
-        place.annotate("importance-corrected", (0.97, 0.05), xycoords="axes fraction", ha="right", fontsize=8, color="#555555")
+    told = [f"up to {top:.3g}"] * (top > 8) + ["importance-corrected"] * rows[0].corrected
+    place.annotate("\n".join(told), (0.97, 0.93), xycoords="axes fraction", ha="right", va="top", fontsize=8, color="#555555")
 
 
 def _colours(n: int) -> list[Any]:
