@@ -1,4 +1,4 @@
-# make demo   seven methods compared on small digits: a report with pictures, in three to seven minutes
+# make demo   eight methods compared on small digits: a report with pictures, in three to eight minutes
 # make test   the test suite, doctests included (make test-slow: the tests that take minutes; make test-integrations: with Lightning, W&B and others)
 # make lint   ruff and mypy (strict)
 # make docs   the documentation as a site, in site/
@@ -12,8 +12,8 @@ READY := .venv/.ready
 .PHONY: demo test test-slow test-integrations lint docs wheel format clean
 
 demo: $(READY)
-	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm --seeds 3 --out results/demo \
-		--updates 240 --every 120 --batch 32 --channels 16 --lr 2e-3 --warmup 30 --ema 0.98 --samples 400 --solver-steps 15 --vlb-images 0 --jobs 2
+	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm variance-optimal:every=8,warmup=5 \
+		--seeds 3 --out results/demo --updates 240 --every 120 --batch 32 --channels 16 --lr 2e-3 --warmup 30 --ema 0.98 --samples 400 --solver-steps 15 --vlb-images 0 --jobs 2
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
