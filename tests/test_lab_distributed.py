@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
+from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import load_file, save_file
 
 import noiseclock.lab.train as lab_train
@@ -26,6 +28,7 @@ from noiseclock.core.clock import Clock
 from noiseclock.lab import checkpoint, processes
 from noiseclock.lab.captions import embed
 from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.shards import whole
 from small_runs import TINY, distance, lines, state_of, words
 
@@ -241,6 +244,14 @@ def test_a_batch_that_cannot_be_shared_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.setattr(type(accelerator), "num_processes", 3)
     with pytest.raises(Mistake, match="a batch of 16 cannot be shared by 3 processes with 1 micro-batches each"):
         lab_train.Run(TINY, tmp_path, accelerator, shard=False)
+
+
+def test_launchers_do_not_take_our_options_for_theirs():
+    """They read the whole line, and refuse a word that could be short for two options of their own."""
+    ours = {f"--{field.name.replace('_', '-')}" for field in fields(Recipe)}
+    for parser in (torch.distributed.run.get_args_parser(), launch_command_parser()):
+        theirs = parser._option_string_actions
+        assert [name for name in ours if sum(option.startswith(name) for option in theirs) > 1 and name not in theirs] == []
 
 
 @pytest.mark.slow

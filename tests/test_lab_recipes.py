@@ -20,7 +20,7 @@ from noiseclock.lab import wording
 from noiseclock.lab.built import network
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import count
-from noiseclock.lab.recipes import RECIPES, recipe
+from noiseclock.lab.recipes import RECIPES, Recipe, recipe
 from noiseclock.lab.trained import recipe_of
 
 # --- what the papers print ----------------------------------------------------------------------------------------------------------------
@@ -235,3 +235,11 @@ def test_any_words_make_a_part_or_a_mistake(name, given_options, colon):
             assert isinstance(make(text), kind)
         except Mistake as mistake:
             assert "\n" not in str(mistake)  # noqa: PT017
+
+
+def test_settings_that_an_earlier_version_wrote_are_read_under_their_new_names():
+    old = {**Recipe(pretrained="runs/other").settings(), "start": "runs/first"}
+    del old["pretrained"], old["base"]  # renamed since, and new since
+    assert recipe_of(old) == Recipe(pretrained="runs/first")
+    with pytest.raises(Mistake, match="does not know: colour"):
+        recipe_of({**old, "colour": 1})

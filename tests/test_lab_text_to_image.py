@@ -250,7 +250,7 @@ def test_captions_that_another_encoder_embedded_anew_are_refused(place, tmp_path
     trained(settings, tmp_path / "run", stop=2)
     shutil.rmtree(tmp_path / "set" / "embedded")
     embed(tmp_path / "set" / "pictures", write_encoder(tmp_path / "other", seed=1), tmp_path / "set" / "embedded")
-    tuned = replace(settings, start=str(tmp_path / "run"))
+    tuned = replace(settings, pretrained=str(tmp_path / "run"))
     for again in (lambda: trained(settings, tmp_path / "run"), lambda: opened(tmp_path / "run"), lambda: trained(tuned, tmp_path / "tuned")):
         with pytest.raises(Mistake, match="embedded anew"):
             again()

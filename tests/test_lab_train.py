@@ -412,7 +412,7 @@ def test_samplers_that_learn_say_what_they_have_learned(tmp_path):
 def test_a_training_can_start_from_the_averaged_weights_of_another(tmp_path):
     trained(replace(TINY, updates=20, lr=1e-2, save_every=20), tmp_path / "first")
     theirs = checkpoint.load(tmp_path / "first")[1]["ema"]
-    settings = replace(TINY, updates=4, start=str(tmp_path / "first"), seed=3)
+    settings = replace(TINY, updates=4, pretrained=str(tmp_path / "first"), seed=3)
     run = run_of(settings, tmp_path / "second")
     for name, weight in run.net.state_dict().items():
         assert torch.equal(weight, theirs[name]), name
@@ -427,9 +427,9 @@ def test_a_training_can_start_from_the_averaged_weights_of_another(tmp_path):
 def test_what_cannot_be_started_from_is_named(tmp_path):
     trained(replace(TINY, updates=2), tmp_path / "first")
     with pytest.raises(Mistake, match="holds no checkpoint"):
-        trained(replace(TINY, start=str(tmp_path / "nowhere")), tmp_path / "second")
+        trained(replace(TINY, pretrained=str(tmp_path / "nowhere")), tmp_path / "second")
     with pytest.raises(Mistake, match="its network is another"):
-        trained(replace(TINY, channels=32, start=str(tmp_path / "first")), tmp_path / "second")
+        trained(replace(TINY, channels=32, pretrained=str(tmp_path / "first")), tmp_path / "second")
     assert not (tmp_path / "second" / "checkpoints").exists()
 
 

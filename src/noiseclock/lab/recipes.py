@@ -57,7 +57,7 @@ class Recipe:
     """side of the patches of a DiT or U-ViT"""
     dropout: float = 0.0
     """its probability"""
-    start: str = ""
+    pretrained: str = ""
     """folder of a training whose averaged weights this one begins with; none unless given"""
     # --- the diffusion ---
     schedule: str = "linear"
@@ -172,14 +172,15 @@ class Recipe:
         return asdict(self)
 
 
+RENAMED = {"start": "pretrained"}  # since torchrun takes --start for something of its own
 # What may change between two runs of one training: how long it lasts, what is seen on the way, and, as may the number of processes, what fits it
 # into the memory of a machine: the gradients are the same to rounding, and so are the random numbers.
 FREE = ("updates", "patience", "checkpointing", "log_every", "save_every", "validate_every", "sample_every", "solver", "solver_steps", "track")
 
 
 def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that an earlier version wrote, with the defaults of what there is since."""
-    return {**{f.name: f.default for f in fields(Recipe)}, **settings}
+    """Settings that an earlier version wrote, under their new names and with the defaults of what there is since."""
+    return {**{f.name: f.default for f in fields(Recipe)}, **{RENAMED.get(name, name): value for name, value in settings.items()}}
 
 
 class Entry(NamedTuple):

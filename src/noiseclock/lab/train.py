@@ -113,8 +113,8 @@ class Run:
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = placed(network(recipe, self.data, self.clock), self.device)
-        if recipe.start and not checkpoint.steps(folder):
-            self._start_from(Path(recipe.start))
+        if recipe.pretrained and not checkpoint.steps(folder):
+            self._start_from(Path(recipe.pretrained))
         torch.manual_seed(recipe.seed * 1000 + self.rank)  # dropout: other for every rank
         self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
         captured = not self.not_captured

@@ -24,7 +24,7 @@ from noiseclock.lab.folder import write_json
 from noiseclock.lab.inception import RESIZES
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.moments import by_size, load_moments
-from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.recipes import Recipe, completed
 
 
 class Trained(NamedTuple):
@@ -66,8 +66,8 @@ def opened(folder: str | Path, *, step: int | None = None, device: str | torch.d
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
     """The recipe that was written to a config.json, where tuples are lists."""
-    known = {f.name for f in fields(Recipe)}
-    if unknown := set(settings) - known:
+    settings = completed(settings)
+    if unknown := settings.keys() - {f.name for f in fields(Recipe)}:
         raise Mistake(f"config.json has settings that this version does not know: {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     return Recipe(**values)
