@@ -18,7 +18,7 @@ from noiseclock.core.scheduled import LogNormal
 from noiseclock.lab import checkpoint
 from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import lock
+from noiseclock.lab.folder import Busy, Log, lock
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import read
@@ -238,6 +238,15 @@ def test_an_evaluation_whose_checkpoint_is_lost_is_made_again_and_counts_once(tm
     finished(compare(small, tmp_path, device="cpu"))
     assert [json.loads(line)["step"] for line in (cell / "points.jsonl").read_text().splitlines()] == [2, 4]
     assert points(tmp_path) == before
+
+
+def test_an_evaluation_is_on_the_disk_before_the_next_checkpoint_is(tmp_path, monkeypatch):
+    """After a power cut the older checkpoint is gone, and with it the way to evaluate it again."""
+    seen, save = [], checkpoint.save
+    monkeypatch.setattr(Log, "sync", lambda self: seen.append((self.path.name, len(self.path.read_text().splitlines()))))
+    monkeypatch.setattr(checkpoint, "save", lambda folder, step, state: seen.append(("checkpoint", step)) or save(folder, step, state))
+    list(compare(plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,)), tmp_path, device="cpu"))
+    assert [each for each in seen if each[0] != "log.jsonl"] == [("checkpoint", 2), ("points.jsonl", 1), ("checkpoint", 4), ("points.jsonl", 2)]
 
 
 def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):

@@ -324,6 +324,7 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
         useful = utility_over_time(run.clock, run.net, run.optimizer(), x0, cond=cond, bins=USEFUL_BINS, probes=USEFUL_PROBES)
         point |= {"utility_time": useful.time.tolist(), "utility": useful.utility.tolist()}
     points.write(point)
+    points.sync()  # before a later checkpoint takes the place of the one that could be evaluated again
     return point
 
 

@@ -198,7 +198,8 @@ class Log:
 
     def sync(self) -> None:
         """Wait until all records are on the disk; before a checkpoint, so that it never knows of steps that the log lacks."""
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """No more records."""

@@ -236,8 +236,7 @@ class Run:
         state = self._state()
         with all_or_none(self.accelerator):
             if log is not None:  # on rank 0
-                with writing(log.path):
-                    log.sync()
+                log.sync()
                 if not self._sharded:
                     checkpoint.save(self.folder, self.step, state)
         if self._sharded:
