@@ -23,7 +23,7 @@ from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import read
 from noiseclock.lab.train import train
-from small_runs import TINY, differing, points, state_of
+from small_runs import TINY, content, differing, points, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -298,6 +298,35 @@ def test_of_two_unfinished_trainings_the_one_that_came_further_stays(tmp_path):
     assert merge(small, far, [near]) == 0
     assert merge(small, near, [far]) == 1
     assert [point["step"] for point in read(near).cells[0].points] == [2, 4]
+
+
+def test_a_training_that_goes_on_is_not_replaced(tmp_path):
+    """It would save its next checkpoint beside those that came further, and remove them as left by a run before it."""
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    mine, far = tmp_path / "mine", tmp_path / "far"
+    list(compare(small, mine, device="cpu", until=2))
+    list(compare(small, far, device="cpu"))
+    before = content(mine / "cells")
+    with lock(mine / "locks" / small.cells()[0].slug), pytest.raises(Busy, match=f"is in use by process {os.getpid()}"):
+        merge(small, mine, [far])
+    assert content(mine / "cells") == before
+    assert merge(small, mine, [far]) == 1
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_is_a_sentence_and_leaves_what_is_there(tmp_path, monkeypatch):
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    mine, far = tmp_path / "mine", tmp_path / "far"
+    list(compare(small, mine, device="cpu", until=2))
+    list(compare(small, far, device="cpu"))
+    before = points(mine)
+
+    def full(source, target):
+        raise shutil.Error([(source, target, "[Errno 28] No space left on device")])
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(Failure, match=r"could not copy .* No space left on device"):
+        merge(small, mine, [far])
+    assert points(mine) == before
 
 
 def test_workers_share_the_cells(tmp_path, monkeypatch):

@@ -331,7 +331,7 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
 def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until: int | None = None) -> int:
     """Copy the cells of other results folders of the same comparison into `folder`; returns how many. Of two that both have, the further one stays.
 
-    until: as in `compare`. What that would refuse is refused here, before anything is copied.
+    until: as in `compare`. What that would refuse is refused here, before anything is copied; Busy where another process trains a cell of `folder`.
     """
     folder, copied = Path(folder), 0
     _until(plan, until)
@@ -346,16 +346,24 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
     for part in configs:
         for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
-            if _reached(target) >= _reached(cell):
-                continue
-            unfinished = target.with_name(f".{target.name}.tmp")  # a copy that is cut short must not pass for a cell
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.copytree(cell, unfinished)
-            shutil.rmtree(target, ignore_errors=True)
-            unfinished.rename(target)
-            copied += 1
+            with lock(folder / "locks" / cell.name):  # or a process that trains it would go on in the place of the further one, and remove that
+                if _reached(target) < _reached(cell):
+                    _copy(cell, target)
+                    copied += 1
     write_json(folder / "compare.json", mine)
     return copied
+
+
+def _copy(cell: Path, target: Path) -> None:
+    """One training in the place of another; cut short, it must not pass for one."""
+    unfinished = target.with_name(f".{target.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(cell, unfinished)
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+    except OSError as error:
+        raise Failure(f"could not copy {cell} to {target}: {error.strerror or error}") from error
 
 
 def _reached(cell: Path) -> tuple[bool, int, int]:
