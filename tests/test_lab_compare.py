@@ -300,6 +300,17 @@ def test_of_two_unfinished_trainings_the_one_that_came_further_stays(tmp_path):
     assert [point["step"] for point in read(near).cells[0].points] == [2, 4]
 
 
+def test_a_training_that_changes_machines_has_the_times_of_none(tmp_path, monkeypatch):
+    """Its seconds are some of one and some of another, and are not to be compared with those of either."""
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    seen = []
+    for machine, until in (("first", 2), ("second", 2), ("second", None), ("third", None)):
+        monkeypatch.setattr(lab_compare, "surroundings", lambda *_, machine=machine: {"machine": machine})
+        list(compare(small, tmp_path, device="cpu", until=until))
+        seen.append(read(tmp_path).cells[0].made_with["machine"])
+    assert seen == ["first", "first", "first, then second", "first, then second"]  # no update was made in the second run, nor in the fourth
+
+
 def test_a_training_that_goes_on_is_not_replaced(tmp_path):
     """It would save its next checkpoint beside those that came further, and remove them as left by a run before it."""
     small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))

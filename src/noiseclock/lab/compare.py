@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -272,10 +272,11 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
     folder.mkdir(parents=True, exist_ok=True)
     recipe = cell.recipe(plan)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": surroundings(where, 1)})
     good = checkpoint.newest(folder)  # from which `train` goes on, whatever is damaged
     reached = int(good.name.rpartition("-")[2]) if good else 0
     record = None
+    if reached < until or not (folder / "cell.json").exists():
+        write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": _made_with(folder, where, reached > 0)})
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
         if until < plan.base.updates and until in _lines(folder / "points.jsonl"):
@@ -296,6 +297,16 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
         return
     seconds = record.seconds if record is not None else checkpoint.load(folder)[1]["seconds"]
     write_json(folder / "finished.json", {"step": plan.base.updates, "seconds": seconds})
+
+
+def _made_with(folder: Path, device: torch.device, resumed: bool) -> dict[str, Any]:
+    """What a cell is made with. One that goes on elsewhere, or in more threads, has the time of no machine alone, and says so."""
+    made = surroundings(device, 1)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        before = str(json.loads((folder / "cell.json").read_bytes())["made with"]["machine"])
+        if resumed and not before.endswith(made["machine"]):
+            made["machine"] = f"{before}, then {made['machine']}"
+    return made
 
 
 def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.device) -> dict[str, Any]:
