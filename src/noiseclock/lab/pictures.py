@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor
 
 from noiseclock.lab.errors import Failure, Mistake
@@ -74,8 +75,8 @@ def whole(path: Path, write: Callable[[Path], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(new)
         os.replace(new, path)
-    except OSError as error:
-        raise Failure(f"{path} could not be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # the second of diffusers' folders
+        raise Failure(f"{path} could not be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
         with suppress(OSError):  # there is nothing to remove unless something went wrong
             shutil.rmtree(new) if new.is_dir() else new.unlink()
