@@ -162,7 +162,8 @@ class Run:
             for block in blocks(self.net):
                 fully_shard(block)
             fully_shard(self.net)
-        if self.recipe.compile and self.device.type == "cuda":
+        self._compiled = self.recipe.compile and self.device.type == "cuda"
+        if self._compiled:
             predict = torch.compile(predict, dynamic=False)  # type: ignore[assignment]  # batches have one size
         if self.world > 1 and not shard:
             predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
@@ -246,7 +247,7 @@ class Run:
 
     def updates(self, wish: Wish) -> Iterator[Record]:
         """Train to the end, or until the wish to stop."""
-        recipe, saved = self.recipe, self.step
+        recipe, first, saved = self.recipe, self.step, self.step
         if self._greatest(self.step > 0 and self._comes(recipe.sample_every) and not self._grid.exists()):
             self._sample()  # which an earlier run was stopped before
         if self.step >= recipe.updates:
@@ -256,7 +257,8 @@ class Run:
         try:
             while self.step < recipe.updates:
                 wish.patient = True
-                start, counts = time.perf_counter(), self._captured is None or self._captured.ready
+                start = time.perf_counter()
+                counts = self._captured.ready if self._captured is not None else self.step > first or not self._compiled
                 record = self._update(stream)
                 self.seconds += (time.perf_counter() - start) * counts
                 logged = self._logged(record.step)
