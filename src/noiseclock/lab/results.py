@@ -55,6 +55,11 @@ class Cell:
     folder: Path = Path()
     made_with: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def key(self) -> tuple[str, float, int]:
+        """Which training it is."""
+        return self.method, self.lr, self.seed
+
 
 @dataclass(frozen=True)
 class Results:
@@ -205,17 +210,17 @@ def _once_each(cells: list[Cell], problems: list[str]) -> list[Cell]:
     """Of cells that are there twice, as after a careless merge, the one that got further."""
     best: dict[tuple[str, float, int], Cell] = {}
     for cell in cells:
-        first = best.setdefault(_key(cell), cell)
+        first = best.setdefault(cell.key, cell)
         if first is not cell:
             problems.append(f"{_place(first.folder)} and {_place(cell.folder)} are the same training; the one that got further counts")
-            best[_key(cell)] = max(first, cell, key=lambda c: (c.finished, _step(c)))
+            best[cell.key] = max(first, cell, key=lambda c: (c.finished, _step(c)))
     return [best[key] for key in sorted(best)]
 
 
 def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
     """Cells that compare.json wants and the folder lacks, and cells that are not done."""
     wanted = {_name(key): None for key in product(*(config.get(part, []) for part in ("methods", "lrs", "seeds")))}
-    there = {_name(_key(cell)): cell for cell in cells}
+    there = {_name(cell.key): cell for cell in cells}
     named = {
         "not there": [name for name in wanted if name not in there],
         "not finished": [f"{name} (step {_step(cell):,})" for name, cell in there.items() if not cell.finished],
@@ -241,10 +246,6 @@ def _up_to(cell: Cell, at: int) -> Cell:
     pictures = {step: path for step, path in cell.pictures.items() if step <= at}
     finished = any(point["step"] == at for point in points)
     return replace(cell, points=points, train=train, validations=validations, pictures=pictures, finished=finished)
-
-
-def _key(cell: Cell) -> tuple[str, float, int]:
-    return cell.method, cell.lr, cell.seed
 
 
 def _name(key: Sequence[Any]) -> str:
