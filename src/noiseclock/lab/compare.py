@@ -36,7 +36,7 @@ from noiseclock.lab.built import sampled
 from noiseclock.lab.data import head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
-from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, write_json
+from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
@@ -415,13 +415,5 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:
-    """The records of a log by step, those that have these values; lines that are damaged are none."""
-    found = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record and all(record.get(name) == value for name, value in wanted.items()):
-            found[record["step"]] = record
-    return found
+    """The records of a log by step, those that have these values."""
+    return {record["step"]: record for record in records(path) if "step" in record and wanted.items() <= record.items()}

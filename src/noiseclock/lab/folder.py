@@ -212,6 +212,17 @@ class Log:
         self.close()
 
 
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Those of a log, in order; lines that are damaged are none, and a log that is not there has none."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
 def _step_of(line: bytes) -> float:
     """The step of a line: -∞, always kept, for one without a step; ∞, always dropped, for one that is no record."""
     try:
