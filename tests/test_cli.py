@@ -299,7 +299,7 @@ def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
 SAMPLING = {
     "--steps 0": "steps must be at least 1",
     "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
-    "--solver magic": "unknown solver 'magic'; known: ddim, ddpm, dpm++, euler, heun",
+    "--solver magic": "unknown solver 'magic'; known: ddpm, ddim, euler, heun, dpm++",
     "--guidance 2": "guidance=2 needs a model with classes",
     "--guidance nan": "guidance must be finite, got nan",
     "--out a.jpg": "written as .png, .npz or a folder of PNG files, not as .jpg; give a.jpg another name",

@@ -72,7 +72,7 @@ class Plan:
     vlb_steps: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("methods", "seeds", "lrs"):
+        for name in GROWS:
             values = getattr(self, name)
             if not values:
                 raise Mistake(f"a comparison needs at least one of its {name}")
@@ -244,8 +244,11 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
     config = check(plan, folder)
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    write_json(folder / "compare.json", {**config, "made with": surroundings(where, 1)})
+    write_json(folder / "compare.json", {**config, "made with": surroundings(_where(device), 1)})
+
+
+def _where(device: str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def check(plan: Plan, folder: Path) -> dict[str, Any]:
@@ -270,8 +273,7 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
         yield Event(cell)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = cell.recipe(plan)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    recipe, where = cell.recipe(plan), _where(device)
     good = checkpoint.newest(folder)  # from which `train` goes on, whatever is damaged
     reached = int(good.name.rpartition("-")[2]) if good else 0
     record = None

@@ -47,6 +47,7 @@ NEIGHBOURS = 10_000  # images of each side for precision and recall, whose cost 
 SUBSETS, SUBSET = 100, 1000  # of the kernel distance
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 NEAREST = 3  # neighbours that make the manifolds of precision and recall
+CURVE = 512  # held-out images for the loss over time
 
 
 # --- features -----------------------------------------------------------------------------------------------------------------------------
@@ -379,7 +380,7 @@ def loss_curve(
     predict: Predict,
     data: Data,
     *,
-    n: int = 512,
+    n: int = CURVE,
     times: int = 50,
     batch: int = 128,
     seed: int = 0,

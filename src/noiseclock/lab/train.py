@@ -49,7 +49,7 @@ from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.random_state import random_state, set_random_state
 from noiseclock.lab.recipes import FREE, Recipe, completed
-from noiseclock.lab.shards import blocks, spread, whole
+from noiseclock.lab.shards import blocks, fill_, whole
 from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.wording import state_of
@@ -218,9 +218,8 @@ class Run:
     def _load(self, state: dict[str, Any]) -> None:
         refuse_other_encoder(self.net, state["model"])
         parameters = dict(self.net.state_dict())
-        with torch.no_grad():
-            for name, value in state["model"].items():
-                parameters[name].copy_(spread(value, parameters[name]))
+        for name, value in state["model"].items():
+            fill_(parameters[name], value)
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, self._named, state["optimizer"]["state"])
         same = len(state["ranks"]) == self.world
@@ -406,11 +405,9 @@ class Run:
     def _give_up(self) -> None:
         """Where too many updates in a row were lost."""
         if self._lost_in_a_row >= self.recipe.patience:
-            good = checkpoint.newest(self.folder)
-            kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
             raise Failure(
-                f"the loss or its gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; {kept}; "
-                "lower lr, raise warmup, or use precision fp32"
+                f"the loss or its gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; "
+                f"{checkpoint.last_good(self.folder)}; lower lr, raise warmup, or use precision fp32"
             )
 
     @contextmanager

@@ -129,9 +129,7 @@ class _Run:
         l1, kl = (back.float() - x).abs().mean(), posterior.kl().float().mean() / x[0].numel()
         loss = l1 + settings.kl * kl
         if not math.isfinite(loss.item()):
-            good = checkpoint.newest(self.folder)
-            kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
-            raise Failure(f"the loss was not finite at update {self.step + 1}; {kept}; lower lr")
+            raise Failure(f"the loss was not finite at update {self.step + 1}; {checkpoint.last_good(self.folder)}; lower lr")
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), CLIP)
