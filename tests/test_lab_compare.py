@@ -350,6 +350,15 @@ def test_workers_share_the_cells(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "compare.json").read_text())["seeds"] == [0, 1]
 
 
+def test_workers_share_the_cores_that_they_may_use(tmp_path, monkeypatch):
+    """Not all that the machine has: in a container of two of 64 each of two workers would start 32 threads."""
+    monkeypatch.setattr(lab_compare.multiprocessing, "get_context", lambda _: forked.SERVER)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    finished(by_workers(plan(samples=0, vlb_images=0, methods=("uniform",)), tmp_path, 2, device="cpu"))
+    assert {cell.made_with["machine"].rpartition(", ")[2] for cell in read(tmp_path).cells} == {"1 thread"}
+
+
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 @pytest.mark.parametrize("until", [2, None])
 def test_a_signal_in_the_last_evaluation_of_a_training_ends_the_comparison(tmp_path, monkeypatch, number, error, until):

@@ -124,6 +124,21 @@ def test_the_config_is_there_before_the_first_update(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["lr"] == TINY.lr
 
 
+@pytest.mark.parametrize(
+    ("told", "name"), [("processor\t: 0\nmodel name\t: Fast 9000\n\nmodel name\t: Fast 9000\n", "Fast 9000"), ("Features: sve\n", "kind")]
+)
+def test_machines_are_told_apart_by_their_processor(monkeypatch, told, name):
+    from noiseclock.lab import surroundings
+
+    monkeypatch.setattr(Path, "read_text", lambda self: told if str(self) == "/proc/cpuinfo" else "")
+    monkeypatch.setattr(surroundings.platform, "processor", lambda: "")
+    monkeypatch.setattr(surroundings.platform, "machine", lambda: "kind")
+    surroundings._processor.cache_clear()
+    made = surroundings.surroundings(torch.device("cpu"), 1)
+    surroundings._processor.cache_clear()
+    assert made["machine"].partition(", ")[0] == name
+
+
 def test_where_there_is_no_git_a_run_has_no_commit(monkeypatch):
     from noiseclock.lab.surroundings import commit
 

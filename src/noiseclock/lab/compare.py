@@ -33,7 +33,7 @@ from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint, classifier
 from noiseclock.lab.built import sampled
-from noiseclock.lab.data import head, load, load_images, pictured
+from noiseclock.lab.data import cpus, head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
 from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, write_json
@@ -178,7 +178,7 @@ def by_workers(
     begin(plan, Path(folder), device)
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
-    threads = max((os.cpu_count() or 1) // jobs, 1)
+    threads = max(cpus() // jobs, 1)
     workers = [context.Process(target=_work, args=(events, threads, plan, folder, shard, device, until)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
