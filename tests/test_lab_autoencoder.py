@@ -239,7 +239,7 @@ def test_l1_and_kl_are_what_they_are_called(tmp_path):
 
 def test_the_default_halves_faces_three_times():
     net = Settings("folder:faces", size=128).network((3, 128, 128))
-    assert net.config.block_out_channels == [32, 64, 128, 128] or net.config.block_out_channels == (32, 64, 128, 128)
+    assert list(net.config.block_out_channels) == [32, 64, 128, 128]
     assert Autoencoder(net).latent_shape((3, 128, 128)) == (4, 16, 16)
 
 
