@@ -127,6 +127,20 @@ def test_a_method_that_joins_in_other_words_is_refused(tmp_path):
     begin(plan(methods=("uniform", "loss-second-moment@none")), tmp_path, "cpu")
 
 
+def test_two_that_begin_at_once_both_join(tmp_path, monkeypatch):
+    """Between the look of one at compare.json and its writing, the other does both."""
+    found, others = lab_compare.surroundings, ["lsm"]
+
+    def meanwhile(*given):
+        while others:
+            begin(plan(methods=("uniform", others.pop())), tmp_path, "cpu")
+        return found(*given)
+
+    monkeypatch.setattr(lab_compare, "surroundings", meanwhile)
+    begin(plan(methods=("uniform", "adaptive")), tmp_path, "cpu")
+    assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["uniform", "lsm", "adaptive"]
+
+
 def test_missing_inception_weights_are_said_before_anything_is_trained(tmp_path, monkeypatch):
     monkeypatch.setenv("NOISECLOCK_HOME", str(tmp_path / "home"))
     pictured = plan()

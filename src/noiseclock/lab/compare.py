@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -241,30 +241,50 @@ def _outlived() -> None:
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
-    config = check(plan, folder)
+    check(plan, folder)
+    made = surroundings(_where(device), 1)
+    with _changing(folder):
+        write_json(folder / "compare.json", {**_joined(plan, folder), "made with": made})
+
+
+@contextmanager
+def _changing(folder: Path) -> Iterator[None]:
+    """To be held from reading compare.json to writing it: two processes that begin at once would each leave out what the other adds."""
+    _make(folder)
+    with lock(folder / "locks" / "compare.json", wait=True):
+        yield
+
+
+def _make(folder: Path) -> None:
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "compare.json", {**config, "made with": surroundings(_where(device), 1)})
 
 
 def _where(device: str | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def check(plan: Plan, folder: Path) -> dict[str, Any]:
-    """What compare.json should hold; raises what is to be refused, before anything is written."""
+def check(plan: Plan, folder: Path) -> None:
+    """Raise what is to be refused, before anything is written."""
     latents = load(plan.base.data, size=plan.base.size) if plan.base.data.startswith("latents:") else None
     pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
     refuse_among(plan.base.data, folder)
-    mine: dict[str, Any] = plain(plan.config())
-    if (folder / "compare.json").exists():
-        theirs = _theirs(plan, folder)
-        for name in GROWS:
-            mine[name] = theirs[name] + [value for value in mine[name] if value not in theirs[name]]
-        mine["baseline"] = theirs["baseline"]
+    _joined(plan, folder)
     if plan.samples and pictures not in classifier.DATA:
         network_for(pictures)  # its weights may be missing, and the first evaluation comes late
-    return mine
+
+
+def _joined(plan: Plan, folder: Path) -> dict[str, Any]:
+    """What compare.json is to hold: this plan, and what the folder's holds already, which must be of the same comparison."""
+    mine: dict[str, Any] = plain(plan.config())
+    if not (folder / "compare.json").exists():
+        return mine
+    theirs = _theirs(plan, folder)
+    return {**mine, **{name: _union(theirs[name], mine[name]) for name in GROWS}, "baseline": theirs["baseline"]}
+
+
+def _union(known: list[Any], more: list[Any]) -> list[Any]:
+    return known + [value for value in more if value not in known]
 
 
 def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) -> Iterator[Event]:
@@ -350,12 +370,15 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
     _until(plan, until)
     check(plan, folder)
     configs = {part: _theirs(plan, part) for part in map(Path, parts)}
-    mine = _config(folder if (folder / "compare.json").exists() else next(iter(configs), folder))
-    for theirs, name in product(configs.values(), GROWS):
-        mine[name] += [value for value in theirs[name] if value not in mine[name]]
-    plan.refuse_twins(mine["methods"])
-    with making(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def together() -> dict[str, Any]:
+        mine = _config(folder if (folder / "compare.json").exists() else next(iter(configs), folder))
+        for theirs, name in product(configs.values(), GROWS):
+            mine[name] = _union(mine[name], theirs[name])
+        return mine
+
+    plan.refuse_twins(together()["methods"])
+    _make(folder)
     for part in configs:
         for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
@@ -363,7 +386,8 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
                 if _reached(target) < _reached(cell):
                     _copy(cell, target)
                     copied += 1
-    write_json(folder / "compare.json", mine)
+    with _changing(folder):
+        write_json(folder / "compare.json", together())
     return copied
 
 

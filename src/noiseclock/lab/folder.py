@@ -59,10 +59,10 @@ def making(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
+def lock(folder: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None]:
     """Hold the folder, which is made where it is missing, for this process; a Mistake that names the other process if one holds it.
 
-    The file stays behind, unlocked: to remove it could take it from under the next run.
+    wait: until that one lets go, for what takes a moment. The file stays behind, unlocked: to remove it could take it from under the next run.
     """
     path = Path(folder) / ".lock"
     with making(folder):
@@ -71,7 +71,7 @@ def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
     _open_locks.add(file)
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
