@@ -314,6 +314,17 @@ def test_of_two_unfinished_trainings_the_one_that_came_further_stays(tmp_path):
     assert [point["step"] for point in read(near).cells[0].points] == [2, 4]
 
 
+def test_evaluations_that_came_without_checkpoints_are_not_made_again(tmp_path):
+    """As results are carried from another machine: nothing is left to be done up to there, and what was found must not be lost."""
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    list(compare(small, tmp_path, device="cpu", until=2))
+    cell, before = tmp_path / "cells" / small.cells()[0].slug, points(tmp_path)
+    shutil.rmtree(cell / "checkpoints")
+    assert [event.record for event in compare(small, tmp_path, device="cpu", until=2)] == [None]
+    assert points(tmp_path) == before
+    assert not checkpoint.steps(cell)
+
+
 def test_a_training_that_changes_machines_has_the_times_of_none(tmp_path, monkeypatch):
     """Its seconds are some of one and some of another, and are not to be compared with those of either."""
     small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))

@@ -289,7 +289,7 @@ def _union(known: list[Any], more: list[Any]) -> list[Any]:
 
 def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) -> Iterator[Event]:
     """Train one cell up to an update, or go on with it, and evaluate it on the way."""
-    if (folder / "finished.json").exists():
+    if (folder / "finished.json").exists() or (until < plan.base.updates and until in _lines(folder / "points.jsonl")):
         yield Event(cell)
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -301,9 +301,6 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
         write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": _made_with(folder, where, reached > 0)})
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
-        if until < plan.base.updates and until in _lines(folder / "points.jsonl"):
-            yield Event(cell)
-            return
         due = reached > 0 and reached % plan.every == 0
         if due and reached not in _lines(folder / "points.jsonl"):  # stopped between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
