@@ -17,6 +17,7 @@ from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
 from noiseclock.lab import checkpoint
 from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
+from noiseclock.lab.curves import same_machine
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Busy, Log, lock
 from noiseclock.lab.methods import applied
@@ -332,8 +333,10 @@ def test_a_training_that_changes_machines_has_the_times_of_none(tmp_path, monkey
     for machine, until in (("first", 2), ("second", 2), ("second", None), ("third", None)):
         monkeypatch.setattr(lab_compare, "surroundings", lambda *_, machine=machine: {"machine": machine})
         list(compare(small, tmp_path, device="cpu", until=until))
-        seen.append(read(tmp_path).cells[0].made_with["machine"])
-    assert seen == ["first", "first", "first, then second", "first, then second"]  # no update was made in the second run, nor in the fourth
+        found = read(tmp_path).cells[0]
+        seen.append((found.made_with["machine"], same_machine(found, found)))
+    # no update was made in the second run, nor in the fourth
+    assert seen == [("first", True), ("first", True), ("first, then second", False), ("first, then second", False)]
 
 
 def test_a_training_that_goes_on_is_not_replaced(tmp_path):

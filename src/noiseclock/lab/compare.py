@@ -41,7 +41,7 @@ from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe, completed, entry_of
-from noiseclock.lab.results import OF_THE_CELL, VERSION
+from noiseclock.lab.results import OF_THE_CELL, THEN, VERSION
 from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, train
@@ -324,7 +324,7 @@ def _made_with(folder: Path, device: torch.device, resumed: bool) -> dict[str, A
     with suppress(OSError, ValueError, KeyError, TypeError):
         before = str(json.loads((folder / "cell.json").read_bytes())["made with"]["machine"])
         if resumed and not before.endswith(made["machine"]):
-            made["machine"] = f"{before}, then {made['machine']}"
+            made["machine"] = before + THEN + made["machine"]
     return made
 
 

@@ -32,6 +32,7 @@ WORDS = ("solver", "frechet_name", "kernel_name", "sampler")
 # of a validation, and the last of an evaluation: two lists of one length, both there or neither
 CURVES = (("time", "loss_by_time"), ("density_time", "density"), ("utility_time", "utility"))
 OF_THE_CELL = ("sampler", "weighting", "correct", "lr", "seed")  # settings in which cells of one comparison may differ
+THEN = ", then "  # between the machines of a training that changed them on the way
 _NAMED = 3  # examples in a sentence about many
 
 
