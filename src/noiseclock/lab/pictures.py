@@ -64,10 +64,15 @@ def form_of(path: str | Path) -> str:
     return form if form in (".png", ".npz") else ""
 
 
-def whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` make a file or a folder under a temporary name beside `path`, then give it its name."""
+def refuse_full(path: Path) -> None:
+    """A Mistake where there is a folder with something in it, which is never replaced."""
     if path.is_dir() and any(path.iterdir()):
         raise Mistake(f"{path} is a folder with something in it; choose another name, or empty it first")
+
+
+def whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file or a folder under a temporary name beside `path`, then give it its name."""
+    refuse_full(path)
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
