@@ -102,7 +102,7 @@ def seconds_per_update(cell: Cell) -> float:
 def same_machine(a: Cell, b: Cell) -> bool:
     """Can their times be compared? Not those of a training that changed machines, whatever the other did: nobody knows where."""
     machine = a.made_with.get("machine")
-    return bool(machine == b.made_with.get("machine")) and THEN not in str(machine)
+    return (a.timed and b.timed) or (bool(machine == b.made_with.get("machine")) and THEN not in str(machine))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Cell:
     """One training.
 
     points: evaluations. train, validations: the two kinds of records of its log. pictures: grids of samples by step. settings: its recipe.
-    made_with: versions and machine. Records are sorted by "step", an int.
+    made_with: versions and machine. timed: its times are those of costs.json, wherever it ran. Records are sorted by "step", an int.
     """
 
     method: str
@@ -55,6 +55,7 @@ class Cell:
     finished: bool = False
     folder: Path = Path()
     made_with: dict[str, Any] = field(default_factory=dict)
+    timed: bool = False
 
     @property
     def key(self) -> tuple[str, float, int]:
@@ -168,7 +169,7 @@ def _timed(cell: Cell, milliseconds: float | None) -> Cell:
         return {name: value for name, value in record.items() if name != "seconds"} | time
 
     points, train, validations = ([timed(record) for record in records] for records in (cell.points, cell.train, cell.validations))
-    return replace(cell, points=points, train=train, validations=validations)
+    return replace(cell, points=points, train=train, validations=validations, timed=True)
 
 
 def _cell(folder: Path, problems: list[str]) -> Cell | None:

@@ -342,7 +342,7 @@ class _Comparison:
             )
         if self.own_lr:
             notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
-        if len(machines) > 1:
+        if len(machines) > 1 and "timed" not in self.results.config:
             notes.append(f"There were {len(machines)} machines; times are compared within one only.")
         return notes
 
