@@ -80,11 +80,6 @@ def test_help_of_training_names_every_setting(capsys):
     assert "1.92e-4" in said(capsys, "train", "celebahq-ldm", "--help").replace("0.000192", "1.92e-4")
 
 
-@pytest.mark.parametrize("command", ["sample", "evaluate", "export", "recipes", "doctor"])
-def test_every_command_has_help(capsys, command):
-    assert f"usage: noiseclock {command}" in said(capsys, command, "--help")
-
-
 MISTAKES = {
     "trian digits": "noiseclock: unknown command 'trian' (did you mean train?); known: train, sample, evaluate,",
     "train": "noiseclock: noiseclock train needs a recipe. `noiseclock recipes` lists the recipes",
@@ -299,7 +294,7 @@ def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
 SAMPLING = {
     "--steps 0": "steps must be at least 1",
     "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
-    "--solver magic": "unknown solver 'magic'; known: ddim, ddpm, dpm++, euler, heun",
+    "--solver magic": "unknown solver 'magic'; known: ddpm, ddim, euler, heun, dpm++",
     "--guidance 2": "guidance=2 needs a model with classes",
     "--guidance nan": "guidance must be finite, got nan",
     "--out a.jpg": "written as .png, .npz or a folder of PNG files, not as .jpg; give a.jpg another name",

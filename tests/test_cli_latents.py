@@ -60,11 +60,6 @@ def test_the_next_command_encodes_the_pictures_as_the_autoencoder_saw_them(capsy
     assert shown[-1] == "next: noiseclock encode digits --size 8 --flip --autoencoder coder --out LATENTS"
 
 
-@pytest.mark.parametrize("command", ["train-autoencoder", "encode"])
-def test_every_command_has_help(capsys, command):
-    assert f"usage: noiseclock {command}" in said(capsys, command, "--help")
-
-
 MISTAKES = {
     "train-autoencoder": "DATA",
     "train-autoencoder digits": "--out",

@@ -436,8 +436,3 @@ def test_watch_tells_its_address_and_ends_with_ctrl_c(capsys, tmp_path, monkeypa
 def test_a_comparison_is_not_watched_but_its_trainings(done, capsys):
     told = said(capsys, "watch", str(done[0]), status=2)
     assert told == f"noiseclock: {done[0]} holds a comparison; give the folder of one of its trainings, in {done[0] / 'cells'}\n"
-
-
-@pytest.mark.parametrize("name", ["compare", "report", "analyze", "watch"])
-def test_every_command_has_help(capsys, name):
-    assert f"usage: noiseclock {name}" in said(capsys, name, "--help")

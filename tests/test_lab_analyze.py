@@ -236,13 +236,13 @@ def test_a_training_shows_what_its_log_tells_of_it(tmp_path):
     lines = [{"kind": "validation", "step": step, "density_time": [0.125, 0.375, 0.625, 0.875], "density": [step, 1, 1, 1]} for step in (1, 2, 7, 9)]
     text = "\n".join(map(json.dumps, [*lines, {"kind": "train", "step": 3}, {"kind": "validation", "step": 4}, [1], 5]))
     (tmp_path / "log.jsonl").write_text(text + '\n{"kind": "valid\n\x00\n')
-    found = analyze.logged(run, tmp_path, "mine")
+    found = analyze.logged(run._replace(folder=tmp_path), "mine")
     assert [each.step for each in found] == [1, 2, 7]  # 7 is now; 9 was taken back
     w = run.clock.plot_data().w
     p = np.array([2.0, 1, 1, 1])
     assert np.allclose(found[1].density, p * w * p.sum() / (p * w).sum(), rtol=1e-12)
     assert np.array_equal(found[2].p, np.ones(4))
-    assert [each.step for each in analyze.logged(run, tmp_path / "nowhere", "mine")] == [7]
+    assert [each.step for each in analyze.logged(run._replace(folder=tmp_path / "nowhere"), "mine")] == [7]
 
 
 def test_a_training_that_was_killed_in_a_measurement_goes_on_as_if_it_was_not(tmp_path):

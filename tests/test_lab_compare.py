@@ -17,13 +17,14 @@ from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
 from noiseclock.lab import checkpoint
 from noiseclock.lab.compare import Cell, Plan, begin, by_workers, compare, merge
+from noiseclock.lab.curves import same_machine
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import lock
+from noiseclock.lab.folder import Busy, Log, lock
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import read
 from noiseclock.lab.train import train
-from small_runs import TINY, differing, points, state_of
+from small_runs import TINY, content, differing, points, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +126,20 @@ def test_a_method_that_joins_in_other_words_is_refused(tmp_path):
         begin(plan(methods=("uniform", "loss-second-moment@importance")), tmp_path, "cpu")
     assert (tmp_path / "compare.json").read_bytes() == before
     begin(plan(methods=("uniform", "loss-second-moment@none")), tmp_path, "cpu")
+
+
+def test_two_that_begin_at_once_both_join(tmp_path, monkeypatch):
+    """Between the look of one at compare.json and its writing, the other does both."""
+    found, others = lab_compare.surroundings, ["lsm"]
+
+    def meanwhile(*given):
+        while others:
+            begin(plan(methods=("uniform", others.pop())), tmp_path, "cpu")
+        return found(*given)
+
+    monkeypatch.setattr(lab_compare, "surroundings", meanwhile)
+    begin(plan(methods=("uniform", "adaptive")), tmp_path, "cpu")
+    assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["uniform", "lsm", "adaptive"]
 
 
 def test_missing_inception_weights_are_said_before_anything_is_trained(tmp_path, monkeypatch):
@@ -240,6 +255,15 @@ def test_an_evaluation_whose_checkpoint_is_lost_is_made_again_and_counts_once(tm
     assert points(tmp_path) == before
 
 
+def test_an_evaluation_is_on_the_disk_before_the_next_checkpoint_is(tmp_path, monkeypatch):
+    """After a power cut the older checkpoint is gone, and with it the way to evaluate it again."""
+    seen, save = [], checkpoint.save
+    monkeypatch.setattr(Log, "sync", lambda self: seen.append((self.path.name, len(self.path.read_text().splitlines()))))
+    monkeypatch.setattr(checkpoint, "save", lambda folder, step, state: seen.append(("checkpoint", step)) or save(folder, step, state))
+    list(compare(plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,)), tmp_path, device="cpu"))
+    assert [each for each in seen if each[0] != "log.jsonl"] == [("checkpoint", 2), ("points.jsonl", 1), ("checkpoint", 4), ("points.jsonl", 2)]
+
+
 def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):
     small = plan(samples=0, vlb_images=0)
     taken = small.cells()[1]
@@ -291,6 +315,59 @@ def test_of_two_unfinished_trainings_the_one_that_came_further_stays(tmp_path):
     assert [point["step"] for point in read(near).cells[0].points] == [2, 4]
 
 
+def test_evaluations_that_came_without_checkpoints_are_not_made_again(tmp_path):
+    """As results are carried from another machine: nothing is left to be done up to there, and what was found must not be lost."""
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    list(compare(small, tmp_path, device="cpu", until=2))
+    cell, before = tmp_path / "cells" / small.cells()[0].slug, points(tmp_path)
+    shutil.rmtree(cell / "checkpoints")
+    assert [event.record for event in compare(small, tmp_path, device="cpu", until=2)] == [None]
+    assert points(tmp_path) == before
+    assert not checkpoint.steps(cell)
+
+
+def test_a_training_that_changes_machines_has_the_times_of_none(tmp_path, monkeypatch):
+    """Its seconds are some of one and some of another, and are not to be compared with those of either."""
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    seen = []
+    for machine, until in (("first", 2), ("second", 2), ("second", None), ("third", None)):
+        monkeypatch.setattr(lab_compare, "surroundings", lambda *_, machine=machine: {"machine": machine})
+        list(compare(small, tmp_path, device="cpu", until=until))
+        found = read(tmp_path).cells[0]
+        seen.append((found.made_with["machine"], same_machine(found, found)))
+    # no update was made in the second run, nor in the fourth
+    assert seen == [("first", True), ("first", True), ("first, then second", False), ("first, then second", False)]
+
+
+def test_a_training_that_goes_on_is_not_replaced(tmp_path):
+    """It would save its next checkpoint beside those that came further, and remove them as left by a run before it."""
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    mine, far = tmp_path / "mine", tmp_path / "far"
+    list(compare(small, mine, device="cpu", until=2))
+    list(compare(small, far, device="cpu"))
+    before = content(mine / "cells")
+    with lock(mine / "locks" / small.cells()[0].slug), pytest.raises(Busy, match=f"is in use by process {os.getpid()}"):
+        merge(small, mine, [far])
+    assert content(mine / "cells") == before
+    assert merge(small, mine, [far]) == 1
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_is_a_sentence_and_leaves_what_is_there(tmp_path, monkeypatch):
+    small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
+    mine, far = tmp_path / "mine", tmp_path / "far"
+    list(compare(small, mine, device="cpu", until=2))
+    list(compare(small, far, device="cpu"))
+    before = points(mine)
+
+    def full(source, target):
+        raise shutil.Error([(source, target, "[Errno 28] No space left on device")])
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(Failure, match=r"could not copy .* No space left on device"):
+        merge(small, mine, [far])
+    assert points(mine) == before
+
+
 def test_workers_share_the_cells(tmp_path, monkeypatch):
     """Forked ones, which start at once; those that a command starts afresh are in test_cli_results.py."""
     monkeypatch.setattr(lab_compare.multiprocessing, "get_context", lambda _: forked.SERVER)
@@ -299,6 +376,15 @@ def test_workers_share_the_cells(tmp_path, monkeypatch):
     assert set(events) == set(small.cells())
     assert all(cell.finished for cell in read(tmp_path).cells)
     assert json.loads((tmp_path / "compare.json").read_text())["seeds"] == [0, 1]
+
+
+def test_workers_share_the_cores_that_they_may_use(tmp_path, monkeypatch):
+    """Not all that the machine has: in a container of two of 64 each of two workers would start 32 threads."""
+    monkeypatch.setattr(lab_compare.multiprocessing, "get_context", lambda _: forked.SERVER)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    finished(by_workers(plan(samples=0, vlb_images=0, methods=("uniform",)), tmp_path, 2, device="cpu"))
+    assert {cell.made_with["machine"].rpartition(", ")[2] for cell in read(tmp_path).cells} == {"1 thread"}
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

@@ -1,6 +1,5 @@
 """Scores of pictures, the classifier behind those of digits, the bound on the likelihood and the loss over time."""
 
-import io
 import json
 import math
 import runpy
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 from torch import Tensor, nn
 
 import noiseclock as nc
@@ -30,7 +28,6 @@ from noiseclock.lab.evaluate import (
     network_for,
     reference,
     strided_bound,
-    table,
 )
 from noiseclock.lab.inception import Inception
 from noiseclock.lab.metrics import Moments, Spread, frechet
@@ -218,7 +215,7 @@ def test_a_reference_is_computed_once_for_what_it_holds(home):
     assert network.calls == 2
     assert torch.equal(first.features, again.features)
     assert torch.equal(first.features, features_of(TEST, network, count=100, batch=50))
-    assert frechet(first.moments, again.moments) == 0 or frechet(first.moments, again.moments) < 1e-12
+    assert frechet(first.moments, again.moments) < 1e-12
     assert (again.moments.count, again.name) == (100, "digits test")
     network.calls = 0
     changed = TEST.pixels.clone()
@@ -294,27 +291,6 @@ def test_fid_is_printed_as_is_usual():
     )
     assert line.endswith("too few samples: up to 2,048, the dimensions of the features, covariances are singular and the distance too large")
     assert not Scores(**{**INCEPTION.__dict__, "count": 2049}).warning
-
-
-def test_the_table_has_a_column_for_each_name(home):
-    digits = compare_images(TEST.pixels[:50], TRAIN, solver="heun", steps=10)
-    console = Console(width=250, file=io.StringIO())
-    console.print(table([INCEPTION, digits]))
-    text = console.file.getvalue()
-    heading, _, *rows = [line for line in text.splitlines() if line.strip()]
-    for name in ("FID", "KID", "Fréchet distance (digits classifier)", "kernel distance (digits classifier)", "precision", "recall"):
-        assert name in heading
-    fid, frechet_column = heading.index("FID"), heading.index("Fréchet")
-    assert rows[0][fid - 3 : fid + 3].strip() == "12.35"
-    assert rows[1][fid - 3 : fid + 3].strip() == ""
-    assert f"{digits.frechet:.4g}*" in rows[1][frechet_column:]
-    for cell in ("10,000", "DDIM 50", "50,000 of cifar10 train, Inception 2015-12-05"):
-        assert cell in rows[0]
-    assert "* too few samples: up to 64" in text
-    console = Console(width=80, file=io.StringIO())
-    console.print(table([digits, digits]))
-    assert console.file.getvalue().splitlines()[0].strip() == "against 1,497 of digits train, digits classifier"
-    assert "…" not in console.file.getvalue()  # nothing is cut off in a terminal of the usual width
 
 
 def test_pictures_must_be_like_the_dataset(home):

@@ -55,6 +55,23 @@ def test_a_folder_that_cannot_be_made_is_a_mistake(tmp_path):
         pass
 
 
+def test_a_lock_can_be_waited_for(tmp_path):
+    order = []
+
+    def second() -> None:
+        with lock(tmp_path, wait=True):
+            order.append("second")
+
+    with ThreadPoolExecutor(1) as pool:
+        with lock(tmp_path):
+            waiting = pool.submit(second)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.2)
+            order.append("first")
+        waiting.result(timeout=60)
+    assert order == ["first", "second"]
+
+
 def test_on_a_full_disk_the_lock_holds_without_a_name(tmp_path):
     (tmp_path / ".lock").write_text("process 1 on a machine that is long gone")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

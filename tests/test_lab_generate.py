@@ -410,7 +410,7 @@ def test_the_noise_is_the_same_on_a_gpu():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"solver": "plms"}, r"unknown solver 'plms'; known: ddim, ddpm, dpm\+\+, euler, heun"),
+        ({"solver": "plms"}, r"unknown solver 'plms'; known: ddpm, ddim, euler, heun, dpm\+\+"),
         ({"variance": "learned"}, "unknown variance 'learned'; known: fixed-large, fixed-small"),
         ({"steps": 0}, "steps must be at least 1 and at most 20"),
         ({"steps": 21}, "at most 20, the number that the schedule has, got 21"),

@@ -16,6 +16,7 @@ from noiseclock.lab import results
 from noiseclock.lab.folder import write_json
 from noiseclock.lab.report_markdown import facts
 from noiseclock.lab.results import CURVES, METRICS, NUMBERS, WORDS, Results, read
+from noiseclock.lab.statistics import table
 
 
 @pytest.fixture
@@ -393,6 +394,19 @@ def test_times_come_from_the_costs_of_updates_where_those_are_there(folder):
         )
     assert "times of an update of each method by itself" in facts(results)
     assert "times of an update of each method by itself" not in facts(read(folder.parent / "elsewhere"))
+
+
+def test_times_from_the_costs_are_compared_wherever_the_trainings_ran(folder):
+    (folder / "costs.json").write_text('{"milliseconds": {"uniform": 10, "speed:k=5": 12.5}}')
+    for i, path in enumerate(sorted(folder.glob("cells/*/cell.json"))):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "made with": {"machine": f"number {i}"}}))
+    found = table(read(folder), "frechet")
+    assert {row.method: str(row.overhead) for row in found.rows}["speed:k=5"] == "1.25"
+    assert "machines" not in " ".join(found.notes)
+    (folder / "costs.json").unlink()
+    found = table(read(folder), "frechet")
+    assert {row.method: str(row.overhead) for row in found.rows}["speed:k=5"] == "-"
+    assert "machines" in " ".join(found.notes)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -23,6 +24,8 @@ from noiseclock.lab.built import sampled
 from noiseclock.lab.data import head, load
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.folder import Log
+from noiseclock.lab.interrupt import Wish
+from noiseclock.lab.models.dit import DiT
 from noiseclock.lab.order import Order, uniforms
 from noiseclock.lab.train import train
 from noiseclock.lab.trained import opened
@@ -121,6 +124,21 @@ def test_the_config_is_there_before_the_first_update(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["lr"] == TINY.lr
 
 
+@pytest.mark.parametrize(
+    ("told", "name"), [("processor\t: 0\nmodel name\t: Fast 9000\n\nmodel name\t: Fast 9000\n", "Fast 9000"), ("Features: sve\n", "kind")]
+)
+def test_machines_are_told_apart_by_their_processor(monkeypatch, told, name):
+    from noiseclock.lab import surroundings
+
+    monkeypatch.setattr(Path, "read_text", lambda self: told if str(self) == "/proc/cpuinfo" else "")
+    monkeypatch.setattr(surroundings.platform, "processor", lambda: "")
+    monkeypatch.setattr(surroundings.platform, "machine", lambda: "kind")
+    surroundings._processor.cache_clear()
+    made = surroundings.surroundings(torch.device("cpu"), 1)
+    surroundings._processor.cache_clear()
+    assert made["machine"].partition(", ")[0] == name
+
+
 def test_where_there_is_no_git_a_run_has_no_commit(monkeypatch):
     from noiseclock.lab.surroundings import commit
 
@@ -163,6 +181,21 @@ def test_a_look_at_the_model_does_not_change_what_is_trained(tmp_path, monkeypat
 
 
 # --- the arithmetic of an update ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_update_that_compiles_does_not_count_as_training(tmp_path, monkeypatch):
+    """Where updates are not captured, as with several micro-batches or processes; here a compiler is played, which a CPU has no use for."""
+    forward, calls = DiT.forward, []
+
+    def compiling(self, *given):
+        calls.append(time.sleep(0 if calls else 0.5))
+        return forward(self, *given)
+
+    monkeypatch.setattr(DiT, "forward", compiling)
+    run = run_of(replace(TINY, updates=3), tmp_path)
+    run._compiled = True
+    seconds = [record.seconds for record in run.updates(Wish())]
+    assert seconds[0] == 0 < seconds[1] < seconds[2] < 0.5
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_stays(tmp_path, monkeypatch):

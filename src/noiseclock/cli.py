@@ -282,9 +282,8 @@ def sample(argv: list[str]) -> int:
     from noiseclock.lab.trained import opened
 
     device, out = _check_device(options.device), Path(options.out)
-    pictures.form_of(out)  # its mistakes are said before, not after hours of sampling
-    if out.is_dir() and any(out.iterdir()):
-        raise Mistake(f"{out} is a folder with something in it; choose another --out, or empty it first")
+    pictures.form_of(out)  # mistakes in it are said before, not after hours of sampling
+    pictures.refuse_full(out)
     run = opened(options.folder, step=options.step, device=device, images=False)
     if options.encoder and not options.prompt:
         raise Mistake('--encoder is for a prompt, and there is none; give one as --prompt "a red circle"')

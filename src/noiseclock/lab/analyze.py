@@ -17,7 +17,7 @@ model that is used.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -38,7 +38,7 @@ from noiseclock.lab import analyze_figures, wording
 from noiseclock.lab.built import optimizer_for
 from noiseclock.lab.data import batches, load
 from noiseclock.lab.errors import Mistake
-from noiseclock.lab.folder import difference, making, write_json
+from noiseclock.lab.folder import difference, making, records, write_json
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.surroundings import surroundings
@@ -227,11 +227,11 @@ def density(clock: Clock, method: str, schedule: str, step: int = 0) -> Density:
     return _density(clock, method, schedule, step, curves.time, curves.p, curves.w)
 
 
-def logged(run: Trained, folder: Path, method: str) -> list[Density]:
+def logged(run: Trained, method: str) -> list[Density]:
     """What a training has sampled through time, from the validations in its log, and what it samples now."""
     found, clock = [], run.clock
-    for record in _validations(folder / "log.jsonl"):
-        if record["step"] < run.step:
+    for record in records(run.folder / "log.jsonl"):
+        if record.get("kind") == "validation" and "density" in record and record["step"] < run.step:
             time, p = (np.array(record[name], dtype=np.float64) for name in ("density_time", "density"))
             w = clock.weighting(clock.schedule, torch.as_tensor(time), clock.objective).numpy()
             found.append(_density(clock, method, run.recipe.schedule, record["step"], time, p, w))
@@ -242,17 +242,6 @@ def _density(clock: Clock, method: str, schedule: str, step: int, time: Array, p
     learned = isinstance(clock.sampler, (Adaptive, LearnedDensity)) or clock.sampler.counts_updates
     weighted = p * w * (p.mean() / (p * w).mean())
     return Density(method, schedule, learned, clock.corrected, step, time, p, w, weighted)
-
-
-def _validations(log: Path) -> Iterator[dict[str, Any]]:
-    """The validations in a log that tell a density; lines that are damaged do not."""
-    for line in log.read_bytes().splitlines() if log.is_file() else []:
-        try:
-            record = json.loads(line)
-            if record["kind"] == "validation" and len(record["density"]) == len(record["density_time"]) > 0:
-                yield record
-        except (KeyError, TypeError, ValueError):
-            continue
 
 
 def process(schedule: str, steps: int | None) -> Process:
@@ -290,7 +279,7 @@ def run(
     recipe = recipe if trained is None else trained.recipe
     plan = plan or planned(recipe, len(load(recipe.data, size=recipe.size) if trained is None else trained.data), quick=quick)
     _claim(folder, recipe_name, recipe, plan, None if trained is None else trained.step, device)
-    found = from_recipe(recipe, folder, plan, device, say) if trained is None else from_checkpoint(trained, Path(str(checkpoint)), plan, device, say)
+    found = from_recipe(recipe, folder, plan, device, say) if trained is None else from_checkpoint(trained, plan, device, say)
     written = []
     for name, data in found.items():
         write_json(folder / f"{name}.json", {kind: [as_json(each) for each in every] for kind, every in data.items()})
@@ -332,17 +321,17 @@ def from_recipe(recipe: Recipe, folder: Path, plan: Plan, device: str, say: Call
     }
 
 
-def from_checkpoint(run: Trained, folder: Path, plan: Plan, device: str, say: Callable[[str], None]) -> Data:
+def from_checkpoint(run: Trained, plan: Plan, device: str, say: Callable[[str], None]) -> Data:
     """The data of every figure that needs no new training."""
     recipe = run.recipe
-    say(f"{folder} at update {run.step:,}: the gradient over time")
+    say(f"{run.folder} at update {run.step:,}: the gradient over time")
     gradients = [profile(run, plan, device=device)]
     say("interdependence")
     coupled = [coupling(run, plan, device=device)]
     say("which times help")
     useful = [usefulness(run, plan, device=device)]
     fixed = [density(applied(method, recipe).clock(rank=0, world_size=1), method, recipe.schedule) for method in plan.methods]
-    own = logged(run, folder, f"this training: {recipe.sampler}" + (f", {recipe.weighting}" if recipe.weighting != "constant" else ""))
+    own = logged(run, f"this training: {recipe.sampler}" + (f", {recipe.weighting}" if recipe.weighting != "constant" else ""))
     densities = [*own, *(each for each in fixed if not each.learned)]
     return {
         "gradients": {"profiles": gradients},

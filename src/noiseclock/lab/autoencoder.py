@@ -79,11 +79,9 @@ class Autoencoder:
         return Encoded(torch.cat(means), torch.cat(stds) if stds else None)
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, *, batch: int | None = None) -> Tensor:
+    def decode(self, latents: Tensor) -> Tensor:
         """The pictures of latents (N, c, h, w), uint8 (N, C, H, W) on the CPU."""
-        if batch is None:
-            batch = _at_a_time((*latents.shape[:2], *(8 * side for side in latents.shape[2:])))  # a factor above 8 is rare
-        pictures = []
+        batch, pictures = _at_a_time((*latents.shape[:2], *(8 * side for side in latents.shape[2:]))), []  # a factor above 8 is rare
         for some in torch.split(latents, batch):
             with torch.autocast(self.device.type, enabled=False):
                 x = self.net.decode(some.to(self.device).float()).sample

@@ -209,6 +209,12 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
     return None
 
 
+def last_good(folder: str | os.PathLike[str]) -> str:
+    """In words, for what a failure of training says."""
+    good = newest(folder)
+    return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+
+
 def _found(parent: Path) -> dict[int, Path]:
     """Checkpoints by step. One that was being replaced by another of the same step counts until that is in its place."""
     found = {}

@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -33,15 +33,15 @@ from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint, classifier
 from noiseclock.lab.built import sampled
-from noiseclock.lab.data import head, load, load_images, pictured
+from noiseclock.lab.data import cpus, head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
-from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, write_json
+from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe, completed, entry_of
-from noiseclock.lab.results import OF_THE_CELL, VERSION
+from noiseclock.lab.results import OF_THE_CELL, THEN, VERSION
 from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, train
@@ -72,7 +72,7 @@ class Plan:
     vlb_steps: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("methods", "seeds", "lrs"):
+        for name in GROWS:
             values = getattr(self, name)
             if not values:
                 raise Mistake(f"a comparison needs at least one of its {name}")
@@ -178,7 +178,7 @@ def by_workers(
     begin(plan, Path(folder), device)
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
-    threads = max((os.cpu_count() or 1) // jobs, 1)
+    threads = max(cpus() // jobs, 1)
     workers = [context.Process(target=_work, args=(events, threads, plan, folder, shard, device, until)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
@@ -241,46 +241,66 @@ def _outlived() -> None:
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
     """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
-    config = check(plan, folder)
+    check(plan, folder)
+    made = surroundings(_where(device), 1)
+    with _changing(folder):
+        write_json(folder / "compare.json", {**_joined(plan, folder), "made with": made})
+
+
+@contextmanager
+def _changing(folder: Path) -> Iterator[None]:
+    """To be held from reading compare.json to writing it: two processes that begin at once would each leave out what the other adds."""
+    _make(folder)
+    with lock(folder / "locks" / "compare.json", wait=True):
+        yield
+
+
+def _make(folder: Path) -> None:
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    write_json(folder / "compare.json", {**config, "made with": surroundings(where, 1)})
 
 
-def check(plan: Plan, folder: Path) -> dict[str, Any]:
-    """What compare.json should hold; raises what is to be refused, before anything is written."""
+def _where(device: str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def check(plan: Plan, folder: Path) -> None:
+    """Raise what is to be refused, before anything is written."""
     latents = load(plan.base.data, size=plan.base.size) if plan.base.data.startswith("latents:") else None
     pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
     refuse_among(plan.base.data, folder)
-    mine: dict[str, Any] = plain(plan.config())
-    if (folder / "compare.json").exists():
-        theirs = _theirs(plan, folder)
-        for name in GROWS:
-            mine[name] = theirs[name] + [value for value in mine[name] if value not in theirs[name]]
-        mine["baseline"] = theirs["baseline"]
+    _joined(plan, folder)
     if plan.samples and pictures not in classifier.DATA:
         network_for(pictures)  # its weights may be missing, and the first evaluation comes late
-    return mine
+
+
+def _joined(plan: Plan, folder: Path) -> dict[str, Any]:
+    """What compare.json is to hold: this plan, and what the folder's holds already, which must be of the same comparison."""
+    mine: dict[str, Any] = plain(plan.config())
+    if not (folder / "compare.json").exists():
+        return mine
+    theirs = _theirs(plan, folder)
+    return {**mine, **{name: _union(theirs[name], mine[name]) for name in GROWS}, "baseline": theirs["baseline"]}
+
+
+def _union(known: list[Any], more: list[Any]) -> list[Any]:
+    return known + [value for value in more if value not in known]
 
 
 def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) -> Iterator[Event]:
     """Train one cell up to an update, or go on with it, and evaluate it on the way."""
-    if (folder / "finished.json").exists():
+    if (folder / "finished.json").exists() or (until < plan.base.updates and until in _lines(folder / "points.jsonl")):
         yield Event(cell)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = cell.recipe(plan)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": surroundings(where, 1)})
+    recipe, where = cell.recipe(plan), _where(device)
     good = checkpoint.newest(folder)  # from which `train` goes on, whatever is damaged
     reached = int(good.name.rpartition("-")[2]) if good else 0
     record = None
+    if reached < until or not (folder / "cell.json").exists():
+        write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": _made_with(folder, where, reached > 0)})
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
-        if until < plan.base.updates and until in _lines(folder / "points.jsonl"):
-            yield Event(cell)
-            return
         due = reached > 0 and reached % plan.every == 0
         if due and reached not in _lines(folder / "points.jsonl"):  # stopped between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
@@ -296,6 +316,16 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
         return
     seconds = record.seconds if record is not None else checkpoint.load(folder)[1]["seconds"]
     write_json(folder / "finished.json", {"step": plan.base.updates, "seconds": seconds})
+
+
+def _made_with(folder: Path, device: torch.device, resumed: bool) -> dict[str, Any]:
+    """What a cell is made with. One that goes on elsewhere, or in more threads, has the time of no machine alone, and says so."""
+    made = surroundings(device, 1)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        before = str(json.loads((folder / "cell.json").read_bytes())["made with"]["machine"])
+        if resumed and not before.endswith(made["machine"]):
+            made["machine"] = before + THEN + made["machine"]
+    return made
 
 
 def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.device) -> dict[str, Any]:
@@ -324,37 +354,50 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
         useful = utility_over_time(run.clock, run.net, run.optimizer(), x0, cond=cond, bins=USEFUL_BINS, probes=USEFUL_PROBES)
         point |= {"utility_time": useful.time.tolist(), "utility": useful.utility.tolist()}
     points.write(point)
+    points.sync()  # before a later checkpoint takes the place of the one that could be evaluated again
     return point
 
 
 def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until: int | None = None) -> int:
     """Copy the cells of other results folders of the same comparison into `folder`; returns how many. Of two that both have, the further one stays.
 
-    until: as in `compare`. What that would refuse is refused here, before anything is copied.
+    until: as in `compare`. What that would refuse is refused here, before anything is copied; Busy where another process trains a cell of `folder`.
     """
     folder, copied = Path(folder), 0
     _until(plan, until)
     check(plan, folder)
     configs = {part: _theirs(plan, part) for part in map(Path, parts)}
-    mine = _config(folder if (folder / "compare.json").exists() else next(iter(configs), folder))
-    for theirs, name in product(configs.values(), GROWS):
-        mine[name] += [value for value in theirs[name] if value not in mine[name]]
-    plan.refuse_twins(mine["methods"])
-    with making(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def together() -> dict[str, Any]:
+        mine = _config(folder if (folder / "compare.json").exists() else next(iter(configs), folder))
+        for theirs, name in product(configs.values(), GROWS):
+            mine[name] = _union(mine[name], theirs[name])
+        return mine
+
+    plan.refuse_twins(together()["methods"])
+    _make(folder)
     for part in configs:
         for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
-            if _reached(target) >= _reached(cell):
-                continue
-            unfinished = target.with_name(f".{target.name}.tmp")  # a copy that is cut short must not pass for a cell
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.copytree(cell, unfinished)
-            shutil.rmtree(target, ignore_errors=True)
-            unfinished.rename(target)
-            copied += 1
-    write_json(folder / "compare.json", mine)
+            with lock(folder / "locks" / cell.name):  # or a process that trains it would go on in the place of the further one, and remove that
+                if _reached(target) < _reached(cell):
+                    _copy(cell, target)
+                    copied += 1
+    with _changing(folder):
+        write_json(folder / "compare.json", together())
     return copied
+
+
+def _copy(cell: Path, target: Path) -> None:
+    """One training in the place of another; cut short, it must not pass for one."""
+    unfinished = target.with_name(f".{target.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(cell, unfinished)
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+    except OSError as error:
+        raise Failure(f"could not copy {cell} to {target}: {error.strerror or error}") from error
 
 
 def _reached(cell: Path) -> tuple[bool, int, int]:
@@ -395,13 +438,5 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:
-    """The records of a log by step, those that have these values; lines that are damaged are none."""
-    found = {}
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record and all(record.get(name) == value for name, value in wanted.items()):
-            found[record["step"]] = record
-    return found
+    """The records of a log by step, those that have these values."""
+    return {record["step"]: record for record in records(path) if "step" in record and wanted.items() <= record.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from noiseclock.lab.results import Cell
+from noiseclock.lab.results import THEN, Cell
 
 Values = npt.NDArray[np.float64]
 
@@ -100,8 +100,9 @@ def seconds_per_update(cell: Cell) -> float:
 
 
 def same_machine(a: Cell, b: Cell) -> bool:
-    """Can their times be compared?"""
-    return bool(a.made_with.get("machine") == b.made_with.get("machine"))
+    """Can their times be compared? Not those of a training that changed machines, whatever the other did: nobody knows where."""
+    machine = a.made_with.get("machine")
+    return (a.timed and b.timed) or (bool(machine == b.made_with.get("machine")) and THEN not in str(machine))
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,17 @@ from rich.console import Console
 from rich.progress import wrap_file
 
 CHUNK = 2**20
+TIMEOUT = 10.0  # seconds without an answer, at the start or in between
 
 
-def fetch(url: str, path: Path, md5: str, *, timeout: float = 10.0) -> None:
-    """Download `url` to `path`: under another name until it is complete and its checksum is right. An OSError says what went wrong.
-
-    timeout: seconds without an answer, at the start or in between.
-    """
+def fetch(url: str, path: Path, md5: str) -> None:
+    """Download `url` to `path`: under another name until it is complete and its checksum is right. An OSError says what went wrong."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.md5(usedforsecurity=False)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download.") as temporary:
         unfinished = Path(temporary, path.name)
         try:
-            with urllib.request.urlopen(url, timeout=timeout) as response, unfinished.open("wb") as out:
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as response, unfinished.open("wb") as out:
                 total = int(response.headers.get("Content-Length", 0))
                 with wrap_file(response, total, description=path.name, console=Console(stderr=True), transient=True) as shown:
                     while chunk := shown.read(CHUNK):

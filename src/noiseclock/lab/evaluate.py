@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor
 
 from noiseclock.core.batch import Predict, call, column, noised
@@ -49,6 +47,7 @@ NEIGHBOURS = 10_000  # images of each side for precision and recall, whose cost 
 SUBSETS, SUBSET = 100, 1000  # of the kernel distance
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 NEAREST = 3  # neighbours that make the manifolds of precision and recall
+CURVE = 512  # held-out images for the loss over time
 
 
 # --- features -----------------------------------------------------------------------------------------------------------------------------
@@ -276,26 +275,6 @@ def inception_score(images: Tensor | Images | Files, network: Inception, *, batc
     return metrics.inception_score(network.cpu().logits(features))
 
 
-def table(scores: Sequence[Scores]) -> Table:
-    """One row for each of them; figures of different names stand in different columns, and what all were compared with above the table."""
-    frechet, kernel, against = (sorted({getattr(s, name) for s in scores}) for name in ("frechet_name", "kernel_name", "against"))
-    alike = len(against) == 1
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
-    out.title = against[0] if alike else None
-    out.caption = "\n".join(sorted({f"* {s.warning}" for s in scores if s.warning})) or None
-    for heading in ("samples", *frechet, *kernel, "precision", "recall"):
-        out.add_column(heading, justify="right")
-    out.add_column("solver")
-    if not alike:
-        out.add_column("against")
-    for s in scores:
-        distances = [f"{s.frechet:.4g}{'*' if s.warning else ''}" if name == s.frechet_name else "" for name in frechet]
-        kernels = [f"{s.kernel.mean:.3g} ± {s.kernel.std:.2g}" if name == s.kernel_name else "" for name in kernel]
-        cells = [f"{s.count:,}", *distances, *kernels, f"{s.precision:.3f}", f"{s.recall:.3f}", s.made_by]
-        out.add_row(*cells, *([] if alike else [s.against.removeprefix("against ")]))
-    return out
-
-
 # --- likelihood and loss ------------------------------------------------------------------------------------------------------------------
 
 
@@ -401,7 +380,7 @@ def loss_curve(
     predict: Predict,
     data: Data,
     *,
-    n: int = 512,
+    n: int = CURVE,
     times: int = 50,
     batch: int = 128,
     seed: int = 0,

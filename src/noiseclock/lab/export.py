@@ -9,7 +9,7 @@ from torch import nn
 
 from noiseclock.core.objectives import X0, Eps, Objective, V
 from noiseclock.core.schedules import VARIANCES, Discrete, Schedule
-from noiseclock.lab.errors import Mistake
+from noiseclock.lab.errors import Mistake, choose
 from noiseclock.lab.models.unet import UNet
 from noiseclock.lab.pictures import whole
 
@@ -31,8 +31,7 @@ def export(model: nn.Module, schedule: Schedule, objective: Objective, folder: s
             "diffusers' pipelines for U-Nets know discrete steps and the objectives eps, x0 and v only, not "
             f"{type(schedule).__name__} with {objective.name}; save the network alone with model.net.save_pretrained(folder)"
         )
-    if variance not in VARIANCES:
-        raise Mistake(f"unknown variance {variance!r}; known: {', '.join(sorted(VARIANCES))}")
+    choose("variance", variance, VARIANCES)
     scheduler = DDPMScheduler(
         num_train_timesteps=schedule.steps,
         trained_betas=schedule.betas.tolist(),

@@ -59,10 +59,10 @@ def making(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
+def lock(folder: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None]:
     """Hold the folder, which is made where it is missing, for this process; a Mistake that names the other process if one holds it.
 
-    The file stays behind, unlocked: to remove it could take it from under the next run.
+    wait: until that one lets go, for what takes a moment. The file stays behind, unlocked: to remove it could take it from under the next run.
     """
     path = Path(folder) / ".lock"
     with making(folder):
@@ -71,7 +71,7 @@ def lock(folder: str | os.PathLike[str]) -> Iterator[None]:
     _open_locks.add(file)
     try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
@@ -198,7 +198,8 @@ class Log:
 
     def sync(self) -> None:
         """Wait until all records are on the disk; before a checkpoint, so that it never knows of steps that the log lacks."""
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """No more records."""
@@ -209,6 +210,17 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Those of a log, in order; lines that are damaged are none, and a log that is not there has none."""
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 def _step_of(line: bytes) -> float:

@@ -25,7 +25,7 @@ from noiseclock.core.batch import Predict, call
 from noiseclock.core.objectives import Eps, Objective
 from noiseclock.core.schedules import EDM, VARIANCES, Discrete, Schedule
 from noiseclock.core.streams import GOLDEN, finalize, signed, uniform
-from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.errors import Failure, Mistake, choose
 from noiseclock.lab.order import normal
 
 Denoise = Callable[[Tensor, Tensor], Tensor]  # x (B, ...) and one time, a float64 tensor on the CPU -> x0 (B, ...)
@@ -86,10 +86,8 @@ def solve(
     denoise: Denoise, schedule: Schedule, noise: Noise, *, solver: str = "ddim", steps: int = 50, variance: str = "fixed-large"
 ) -> Iterator[Tensor]:
     """x (B, ...) after each step, the last one clean. It starts from noise(0); ancestral steps take noise(1), noise(2) and so on."""
-    if solver not in SOLVERS:
-        raise Mistake(f"unknown solver {solver!r}; known: {', '.join(sorted(SOLVERS))}")
-    if variance not in VARIANCES:
-        raise Mistake(f"unknown variance {variance!r}; known: {', '.join(sorted(VARIANCES))}")
+    choose("solver", solver, SOLVERS)
+    choose("variance", variance, VARIANCES)
     times = grid(schedule, solver, steps)
     a, s = schedule(times)
     path = Path(schedule, variance, times, torch.cat([a, torch.ones_like(a[:1])]), torch.cat([s, torch.zeros_like(s[:1])]))

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor
 
 from noiseclock.lab.errors import Failure, Mistake
@@ -22,11 +23,11 @@ BACKGROUND = 128
 OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".npy", ".pdf", ".svg")  # that a folder is hardly meant to be called
 
 
-def grid(images: Tensor, columns: int | None = None) -> Image.Image:
+def grid(images: Tensor) -> Image.Image:
     """One picture of all images, uint8 (N, 1 or 3, H, W), row by row on grey; small ones magnified by a whole number, without smoothing."""
     _check(images)
     n, _, height, width = images.shape
-    columns = columns or math.ceil(math.sqrt(n))
+    columns = math.ceil(math.sqrt(n))
     rows = math.ceil(n / columns)
     factor = max(1, LEGIBLE // max(height, width))
     cell_height, cell_width = factor * height + BORDER, factor * width + BORDER
@@ -37,21 +38,19 @@ def grid(images: Tensor, columns: int | None = None) -> Image.Image:
     return _picture(canvas)
 
 
-def save(images: Tensor, path: str | Path, labels: Tensor | None = None) -> None:
+def save(images: Tensor, path: str | Path) -> None:
     """Write images, uint8 (N, C, H, W), as the name asks: x.png a grid, x.npz arrays, anything else a new folder of numbered PNGs.
 
-    npz: `arr_0` is uint8 (N, H, W, C), `arr_1` the labels (N,) if there are any. In a folder the label is in the file's name. Nothing half
-    written is ever seen under `path`. A file is replaced, a folder with something in it is not.
+    npz: `arr_0` is uint8 (N, H, W, C). Nothing half written is ever seen under `path`. A file is replaced, a folder with something in it is not.
     """
     path, form = Path(path), form_of(path)
     _check(images, written=form != ".npz")
     if form == ".png":
         whole(path, lambda new: grid(images).save(new, format="PNG"))
     elif form == ".npz":
-        arrays = [images.permute(0, 2, 3, 1).cpu().numpy()] + ([] if labels is None else [labels.cpu().numpy()])
-        whole(path, lambda new: _write_npz(new, arrays))
+        whole(path, lambda new: _write_npz(new, images.permute(0, 2, 3, 1).cpu().numpy()))
     else:
-        whole(path, lambda new: _write_folder(new, images, labels))
+        whole(path, lambda new: _write_folder(new, images))
 
 
 def form_of(path: str | Path) -> str:
@@ -65,33 +64,37 @@ def form_of(path: str | Path) -> str:
     return form if form in (".png", ".npz") else ""
 
 
-def whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` make a file or a folder under a temporary name beside `path`, then give it its name."""
+def refuse_full(path: Path) -> None:
+    """A Mistake where there is a folder with something in it, which is never replaced."""
     if path.is_dir() and any(path.iterdir()):
         raise Mistake(f"{path} is a folder with something in it; choose another name, or empty it first")
+
+
+def whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file or a folder under a temporary name beside `path`, then give it its name."""
+    refuse_full(path)
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(new)
         os.replace(new, path)
-    except OSError as error:
-        raise Failure(f"{path} could not be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # the second of diffusers' folders
+        raise Failure(f"{path} could not be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
         with suppress(OSError):  # there is nothing to remove unless something went wrong
             shutil.rmtree(new) if new.is_dir() else new.unlink()
 
 
-def _write_npz(path: Path, arrays: list[np.ndarray]) -> None:
+def _write_npz(path: Path, array: np.ndarray) -> None:
     with path.open("wb") as file:  # given a name, numpy would add a suffix to it
-        np.savez(file, *arrays)
+        np.savez(file, array)
 
 
-def _write_folder(path: Path, images: Tensor, labels: Tensor | None) -> None:
+def _write_folder(path: Path, images: Tensor) -> None:
     path.mkdir()
     digits = len(str(len(images) - 1))
     for i, image in enumerate(images.cpu()):
-        name = f"{i:0{digits}}" if labels is None else f"{i:0{digits}}-class{int(labels[i])}"
-        _picture(image).save(path / f"{name}.png")
+        _picture(image).save(path / f"{i:0{digits}}.png")
 
 
 def _picture(image: Tensor) -> Image.Image:

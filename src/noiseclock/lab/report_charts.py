@@ -66,7 +66,7 @@ def quality(results: Results, metric: str) -> dict[str, Any]:
     higher = metric in HIGHER_IS_BETTER
     level, seconds = [], []
     for cell in results.of(results.baseline, results.lr):
-        best, evaluations = end.best.get((cell.method, cell.lr, cell.seed), math.nan), curve(cell, metric)
+        best, evaluations = end.best.get(cell.key, math.nan), curve(cell, metric)
         if math.isfinite(best):
             level.append(best)
             seconds.append(reached(evaluations, evaluations.seconds, best, higher=higher))

@@ -32,6 +32,7 @@ WORDS = ("solver", "frechet_name", "kernel_name", "sampler")
 # of a validation, and the last of an evaluation: two lists of one length, both there or neither
 CURVES = (("time", "loss_by_time"), ("density_time", "density"), ("utility_time", "utility"))
 OF_THE_CELL = ("sampler", "weighting", "correct", "lr", "seed")  # settings in which cells of one comparison may differ
+THEN = ", then "  # between the machines of a training that changed them on the way
 _NAMED = 3  # examples in a sentence about many
 
 
@@ -40,7 +41,7 @@ class Cell:
     """One training.
 
     points: evaluations. train, validations: the two kinds of records of its log. pictures: grids of samples by step. settings: its recipe.
-    made_with: versions and machine. Records are sorted by "step", an int.
+    made_with: versions and machine. timed: its times are those of costs.json, wherever it ran. Records are sorted by "step", an int.
     """
 
     method: str
@@ -54,6 +55,12 @@ class Cell:
     finished: bool = False
     folder: Path = Path()
     made_with: dict[str, Any] = field(default_factory=dict)
+    timed: bool = False
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        """Which training it is."""
+        return self.method, self.lr, self.seed
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ def _timed(cell: Cell, milliseconds: float | None) -> Cell:
         return {name: value for name, value in record.items() if name != "seconds"} | time
 
     points, train, validations = ([timed(record) for record in records] for records in (cell.points, cell.train, cell.validations))
-    return replace(cell, points=points, train=train, validations=validations)
+    return replace(cell, points=points, train=train, validations=validations, timed=True)
 
 
 def _cell(folder: Path, problems: list[str]) -> Cell | None:
@@ -205,17 +212,17 @@ def _once_each(cells: list[Cell], problems: list[str]) -> list[Cell]:
     """Of cells that are there twice, as after a careless merge, the one that got further."""
     best: dict[tuple[str, float, int], Cell] = {}
     for cell in cells:
-        first = best.setdefault(_key(cell), cell)
+        first = best.setdefault(cell.key, cell)
         if first is not cell:
             problems.append(f"{_place(first.folder)} and {_place(cell.folder)} are the same training; the one that got further counts")
-            best[_key(cell)] = max(first, cell, key=lambda c: (c.finished, _step(c)))
+            best[cell.key] = max(first, cell, key=lambda c: (c.finished, _step(c)))
     return [best[key] for key in sorted(best)]
 
 
 def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
     """Cells that compare.json wants and the folder lacks, and cells that are not done."""
     wanted = {_name(key): None for key in product(*(config.get(part, []) for part in ("methods", "lrs", "seeds")))}
-    there = {_name(_key(cell)): cell for cell in cells}
+    there = {_name(cell.key): cell for cell in cells}
     named = {
         "not there": [name for name in wanted if name not in there],
         "not finished": [f"{name} (step {_step(cell):,})" for name, cell in there.items() if not cell.finished],
@@ -241,10 +248,6 @@ def _up_to(cell: Cell, at: int) -> Cell:
     pictures = {step: path for step, path in cell.pictures.items() if step <= at}
     finished = any(point["step"] == at for point in points)
     return replace(cell, points=points, train=train, validations=validations, pictures=pictures, finished=finished)
-
-
-def _key(cell: Cell) -> tuple[str, float, int]:
-    return cell.method, cell.lr, cell.seed
 
 
 def _name(key: Sequence[Any]) -> str:

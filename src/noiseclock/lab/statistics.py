@@ -80,13 +80,13 @@ class Final(NamedTuple):
 
 def final(cells: Sequence[Cell], metric: str) -> Final:
     """The last that can be compared. A finished cell without the metric is left out: it was never measured."""
-    curves = {(cell.method, cell.lr, cell.seed): curve(cell, metric) for cell in cells}
-    done = [curves[cell.method, cell.lr, cell.seed] for cell in cells if cell.finished]
+    curves = {cell.key: curve(cell, metric) for cell in cells}
+    done = [curves[cell.key] for cell in cells if cell.finished]
     counted = [c for c in done if len(c.step)] or [c for c in curves.values() if len(c.step)]
     common = set.intersection(*(set(c.step.tolist()) for c in counted)) if counted else set()
     step = max(common) if common else None
     there = {key: int(np.flatnonzero(c.step == step)[0]) for key, c in curves.items() if step in c.step.tolist()}
-    lost = {(cell.method, cell.lr, cell.seed) for cell in cells if not cell.finished} - set(there)
+    lost = {cell.key for cell in cells if not cell.finished} - set(there)
     values = {key: float(curves[key].value[i]) for key, i in there.items()}
     return Final(step, values, {key: float(curves[key].best[i]) for key, i in there.items()}, lost if step is not None else set())
 
@@ -264,7 +264,7 @@ class _Comparison:
 
     def _finite(self, cells: Iterable[Cell]) -> dict[int, float]:
         """Final values by seed."""
-        values = {cell.seed: self.final.values.get(_key(cell), math.nan) for cell in cells}
+        values = {cell.seed: self.final.values.get(cell.key, math.nan) for cell in cells}
         return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
     def _best_lr(self, method: str) -> float:
@@ -285,7 +285,7 @@ class _Comparison:
         cells, values, step = self.cells[method], self.values[method], self.final.step or 0
         return Row(
             method, self.lr[method], len(self._rates(method)) if self.own_lr else 1, tuple(sorted(values)),
-            summary(values.values()), summary(self.final.best[_key(cells[seed])] for seed in values),
+            summary(values.values()), summary(self.final.best[cells[seed].key] for seed in values),
             self.differences.get(method), BASELINE if method == self.results.baseline else self._verdict(method),
             speed_up_images=self._ratio(method, lambda mine, theirs: speed_up(mine, theirs, self.metric, step, "images")),
             speed_up_seconds=self._ratio(method, lambda mine, theirs: speed_up(mine, theirs, self.metric, step, "seconds")),
@@ -296,7 +296,7 @@ class _Comparison:
     def _ratio(self, method: str, of: Callable[[Cell, Cell], float], all_or_none: bool = False) -> Ratio:
         """By seed; unfinished trainings have not fallen behind, they are not there yet. all_or_none: unless all seeds have one, none counts."""
         pairs = [(cell, self.baseline[seed]) for seed, cell in self.cells[method].items() if seed in self.baseline]
-        pairs = [pair for pair in pairs if not {_key(cell) for cell in pair} & self.final.lost]
+        pairs = [pair for pair in pairs if not {cell.key for cell in pair} & self.final.lost]
         ratios = {mine.seed: of(mine, theirs) for mine, theirs in pairs}
         known = {seed: value or None for seed, value in ratios.items() if math.isfinite(value)}
         return Ratio() if all_or_none and len(known) < len(pairs) else Ratio(known)
@@ -305,8 +305,8 @@ class _Comparison:
         """In plain words, and none that the numbers do not carry."""
         cells, difference = self.cells[method], self.differences.get(method)
         involved = [*cells.values(), *(self.baseline[seed] for seed in cells if seed in self.baseline)]
-        lost = {cell.seed for cell in involved if _key(cell) in self.final.lost}
-        infinite = {cell.seed for cell in involved if not math.isfinite(self.final.values.get(_key(cell), 0.0))}
+        lost = {cell.seed for cell in involved if cell.key in self.final.lost}
+        infinite = {cell.seed for cell in involved if not math.isfinite(self.final.values.get(cell.key, 0.0))}
         reasons = [f"{what} in {len(seeds)} of {len(cells)} seeds" for what, seeds in (("not finished", lost), ("not finite", infinite)) if seeds]
         if not self.alike:
             reasons = ["samples of different number or kind"]
@@ -342,13 +342,9 @@ class _Comparison:
             )
         if self.own_lr:
             notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
-        if len(machines) > 1:
+        if len(machines) > 1 and "timed" not in self.results.config:
             notes.append(f"There were {len(machines)} machines; times are compared within one only.")
         return notes
-
-
-def _key(cell: Cell) -> tuple[str, float, int]:
-    return cell.method, cell.lr, cell.seed
 
 
 # --- in words -----------------------------------------------------------------------------------------------------------------------------

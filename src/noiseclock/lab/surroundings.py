@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -20,10 +21,20 @@ def surroundings(device: torch.device, world: int) -> dict[str, Any]:
     return {
         "versions": {package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, {threads} thread{'s' * (threads > 1)}",
         "processes": world,
         "git": commit(),
     }
+
+
+@cache
+def _processor() -> str:
+    """Its model where the system tells: machines of one architecture differ manifold in speed, and times are compared within one kind only."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 @cache

@@ -49,7 +49,7 @@ from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
 from noiseclock.lab.random_state import random_state, set_random_state
 from noiseclock.lab.recipes import FREE, Recipe, completed
-from noiseclock.lab.shards import blocks, spread, whole
+from noiseclock.lab.shards import blocks, fill_, whole
 from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.wording import state_of
@@ -162,7 +162,8 @@ class Run:
             for block in blocks(self.net):
                 fully_shard(block)
             fully_shard(self.net)
-        if self.recipe.compile and self.device.type == "cuda":
+        self._compiled = self.recipe.compile and self.device.type == "cuda"
+        if self._compiled:
             predict = torch.compile(predict, dynamic=False)  # type: ignore[assignment]  # batches have one size
         if self.world > 1 and not shard:
             predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
@@ -217,9 +218,8 @@ class Run:
     def _load(self, state: dict[str, Any]) -> None:
         refuse_other_encoder(self.net, state["model"])
         parameters = dict(self.net.state_dict())
-        with torch.no_grad():
-            for name, value in state["model"].items():
-                parameters[name].copy_(spread(value, parameters[name]))
+        for name, value in state["model"].items():
+            fill_(parameters[name], value)
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, self._named, state["optimizer"]["state"])
         same = len(state["ranks"]) == self.world
@@ -236,8 +236,7 @@ class Run:
         state = self._state()
         with all_or_none(self.accelerator):
             if log is not None:  # on rank 0
-                with writing(log.path):
-                    log.sync()
+                log.sync()
                 if not self._sharded:
                     checkpoint.save(self.folder, self.step, state)
         if self._sharded:
@@ -247,7 +246,7 @@ class Run:
 
     def updates(self, wish: Wish) -> Iterator[Record]:
         """Train to the end, or until the wish to stop."""
-        recipe, saved = self.recipe, self.step
+        recipe, first, saved = self.recipe, self.step, self.step
         if self._greatest(self.step > 0 and self._comes(recipe.sample_every) and not self._grid.exists()):
             self._sample()  # which an earlier run was stopped before
         if self.step >= recipe.updates:
@@ -257,7 +256,8 @@ class Run:
         try:
             while self.step < recipe.updates:
                 wish.patient = True
-                start, counts = time.perf_counter(), self._captured is None or self._captured.ready
+                start = time.perf_counter()
+                counts = self._captured.ready if self._captured is not None else self.step > first or not self._compiled
                 record = self._update(stream)
                 self.seconds += (time.perf_counter() - start) * counts
                 logged = self._logged(record.step)
@@ -405,11 +405,9 @@ class Run:
     def _give_up(self) -> None:
         """Where too many updates in a row were lost."""
         if self._lost_in_a_row >= self.recipe.patience:
-            good = checkpoint.newest(self.folder)
-            kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
             raise Failure(
-                f"the loss or its gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; {kept}; "
-                "lower lr, raise warmup, or use precision fp32"
+                f"the loss or its gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; "
+                f"{checkpoint.last_good(self.folder)}; lower lr, raise warmup, or use precision fp32"
             )
 
     @contextmanager

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from noiseclock.lab import checkpoint
@@ -85,6 +86,7 @@ class _Run:
         self.net.load_state_dict(state["model"])
         load_moments(self.optimizer, list(self.net.named_parameters()), state["optimizer"])
         self.seconds = state["seconds"]
+        self._publish()  # which an earlier run may have been killed before
 
     def training(self, wish: Wish) -> Iterator[Progress]:
         settings, saved = self.settings, self.step
@@ -99,8 +101,11 @@ class _Run:
                     self.seconds += time.perf_counter() - start
                     found, stop = None, wish.signal is not None
                     if self.step % settings.save_every == 0 or self.step == settings.updates or stop:
-                        found, saved = self.save(), self.step
+                        found = psnr(Autoencoder(self.net), self.held_out)
                         log.write({"step": self.step, "l1": l1, "kl": kl, "psnr": found})
+                        log.sync()
+                        self.save()
+                        saved = self.step
                     wish.patient = saved < self.step
                     yield Progress(self.step, l1, kl, self.seconds, found)
                     if stop:  # else what was trained since is not saved
@@ -124,9 +129,7 @@ class _Run:
         l1, kl = (back.float() - x).abs().mean(), posterior.kl().float().mean() / x[0].numel()
         loss = l1 + settings.kl * kl
         if not math.isfinite(loss.item()):
-            good = checkpoint.newest(self.folder)
-            kept = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
-            raise Failure(f"the loss was not finite at update {self.step + 1}; {kept}; lower lr")
+            raise Failure(f"the loss was not finite at update {self.step + 1}; {checkpoint.last_good(self.folder)}; lower lr")
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), CLIP)
@@ -134,16 +137,17 @@ class _Run:
         self.step += 1
         return l1.item(), kl.item()
 
-    def save(self) -> float:
-        """A checkpoint, and the autoencoder as diffusers loads it; returns its PSNR."""
+    def save(self) -> None:
+        """A checkpoint, and the autoencoder as diffusers loads it."""
         named = list(self.net.named_parameters())
         state = {"settings": asdict(self.settings), "model": dict(self.net.state_dict()), "optimizer": moments(self.optimizer, named)}
         checkpoint.save(self.folder, self.step, {**state, "seconds": self.seconds})
-        coder = Autoencoder(self.net)
-        spread = float(coder.encode(self.held_out).mean.std())
+        self._publish()
+
+    def _publish(self) -> None:
+        spread = float(Autoencoder(self.net).encode(self.held_out).mean.std())
         self.net.register_to_config(scaling_factor=1 / spread if spread else 1.0)  # for diffusers' pipelines; our caches measure for themselves
         publish(self.net, self.folder)
-        return psnr(coder, self.held_out)
 
 
 def publish(net: Any, folder: Path) -> None:
@@ -153,7 +157,7 @@ def publish(net: Any, folder: Path) -> None:
         net.save_pretrained(str(new))
         for path in sorted(new.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(path, folder / path.name)
-    except OSError as error:
-        raise Failure(f"could not write the autoencoder into {folder}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"could not write the autoencoder into {folder}: {error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -19,7 +19,7 @@ from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.clip import CLIP, ClipScore, clip_score
 from noiseclock.lab.data import Data, load, pictured, without_images
 from noiseclock.lab.errors import Failure, Mistake, choose
-from noiseclock.lab.evaluate import BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
+from noiseclock.lab.evaluate import CURVE, BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
 from noiseclock.lab.inception import RESIZES
 from noiseclock.lab.latents import Latents
@@ -172,7 +172,7 @@ def evaluated(
             conditional=recipe.conditional, device=device,
         )  # fmt: skip
     curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=recipe.conditional, device=device)
-    return Evaluation(run.step, scores, bits, curve, min(512, len(held_out)), guidance, seed, isinstance(held_out, Latents), fit)
+    return Evaluation(run.step, scores, bits, curve, min(CURVE, len(held_out)), guidance, seed, isinstance(held_out, Latents), fit)
 
 
 def _judge(run: Trained, folder: str, samples: int, device: str | torch.device) -> CLIP:
