@@ -18,7 +18,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -111,16 +110,16 @@ def reached(cell: Path) -> int:
     return max((json.loads(line)["step"] for line in path.read_text().splitlines()), default=0) if path.exists() else 0
 
 
-def work(queue: list[Part], folder: Path, results: Path, alone: AbstractContextManager[Any], threads: int, device: str | None = None) -> None:
+def work(queue: list[Part], folder: Path, results: Path, threads: int, device: str | None = None) -> None:
     """One job: the first that nobody is at, until nothing is left."""
     torch.set_num_threads(threads)
     failed: set[str] = set()
-    while take(queue, folder, results, alone, failed, device):
+    while take(queue, folder, results, failed, device):
         pass
 
 
-def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextManager[Any], failed: set[str], device: str | None) -> bool:
-    """Whether there was one to be trained. alone: makes the jobs wait for each other where they add to compare.json."""
+def take(queue: list[Part], folder: Path, results: Path, failed: set[str], device: str | None) -> bool:
+    """Whether there was one to be trained."""
     for part, plan, cell in left(queue, folder, results):
         here = folder / part.name
         if f"{part.name} {cell.slug}" in failed:
@@ -129,8 +128,7 @@ def take(queue: list[Part], folder: Path, results: Path, alone: AbstractContextM
             with lock(here / "locks" / cell.slug):
                 if done(part, here / "cells" / cell.slug):  # by another job, a moment ago
                     continue
-                with alone:
-                    compare.begin(plan, here, device)
+                compare.begin(plan, here, device)
                 told(part, cell, "begins")
                 with listening() as wish:
                     for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until):
@@ -182,8 +180,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     end = time.monotonic() + 60 * args.minutes
     context = multiprocessing.get_context("spawn")
-    alone, threads = context.Lock(), max((os.cpu_count() or 1) // args.jobs, 1)
-    jobs = [context.Process(target=work, args=(QUEUE, args.folder, args.results, alone, threads)) for _ in range(args.jobs)]
+    threads = max((os.cpu_count() or 1) // args.jobs, 1)
+    jobs = [context.Process(target=work, args=(QUEUE, args.folder, args.results, threads)) for _ in range(args.jobs)]
     for job in jobs:
         job.start()
     while any(job.is_alive() for job in jobs) and time.monotonic() < end:

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -131,7 +130,7 @@ def queue(monkeypatch):
 def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_known(queue, tmp_path, capsys):
     part = partial(queue["Part"], recipe="digits", changes=SMALL, lrs=(0.001,), every=2, samples=0)
     first, second = part("a", ("uniform", "min-snr"), until=2), part("b", ("uniform",), seeds=(0, 1), until=4)
-    here, known, alone = tmp_path / "here", tmp_path / "known", MagicMock()
+    here, known = tmp_path / "here", tmp_path / "known"
     done = known / "b" / "cells" / second.plan().cells()[1].slug
     done.mkdir(parents=True)
     (done / "points.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
@@ -140,12 +139,12 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
         return [(part.name, cell.method, cell.seed) for part, _, cell in queue["left"](parts, here, known)]
 
     assert todo([first, second]) == [("a", "uniform", 0), ("a", "min-snr", 0), ("b", "uniform", 0)]
-    assert queue["take"]([first, second], here, known, alone, set(), "cpu")
+    assert queue["take"]([first, second], here, known, set(), "cpu")
     assert todo([first, second]) == [("a", "min-snr", 0), ("b", "uniform", 0)]
     with lock(here / "a" / "locks" / first.plan().cells()[1].slug):  # as another job would
-        queue["work"]([first, second], here, known, alone, 1, "cpu")
+        queue["work"]([first, second], here, known, 1, "cpu")
     assert todo([first, second]) == [("a", "min-snr", 0)]
-    queue["work"]([replace(first, until=4), second], here, known, alone, 1, "cpu")
+    queue["work"]([replace(first, until=4), second], here, known, 1, "cpu")
     steps = [[point["step"] for point in cell.points] for cell in read(here / "a").cells]
     assert steps == [[2, 4], [2, 4]]
     assert [(cell.method, cell.seed, cell.finished) for cell in read(here / "b").cells] == [("uniform", 0, True)]
@@ -157,7 +156,6 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
     assert json.loads((done / "points.jsonl").read_text().splitlines()[0]) == {"step": 2}  # as it was
     printed = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     assert [words[1] for words in printed if words[-1] == "begins"] == ["uniform", "uniform", "uniform", "min-snr"]
-    assert alone.__enter__.call_count == 4  # once for each that begins
 
 
 def test_a_job_that_is_ended_in_the_last_evaluation_of_a_training_begins_no_other(queue, tmp_path, monkeypatch):
@@ -170,7 +168,7 @@ def test_a_job_that_is_ended_in_the_last_evaluation_of_a_training_begins_no_othe
 
     monkeypatch.setattr(lab_compare, "evaluate", interrupted)
     with pytest.raises(SystemExit, match="143"):
-        queue["work"]([part], tmp_path, tmp_path / "known", MagicMock(), 1, "cpu")
+        queue["work"]([part], tmp_path, tmp_path / "known", 1, "cpu")
     assert [(cell.method, cell.finished) for cell in read(tmp_path / "a").cells] == [("uniform", True)]
 
 
@@ -181,10 +179,10 @@ def test_what_the_queue_has_trained_is_solved_in_other_ways_too(queue, tmp_path,
     monkeypatch.setattr(solvers, "missing", lambda cell, *_: missing(cell, *few))
     part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 2, "digits", {**SMALL, "updates": 2}, 2, 0, solved=True)
     here, known = tmp_path / "here", tmp_path / "known"
-    queue["work"]([replace(part, solved=False)], here, known, MagicMock(), 1, "cpu")
+    queue["work"]([replace(part, solved=False)], here, known, 1, "cpu")
     assert list(queue["left"]([replace(part, solved=False)], here, known)) == []
     assert len(list(queue["left"]([part], here, known))) == 1  # trained, and not solved
-    queue["work"]([part], here, known, MagicMock(), 1, "cpu")
+    queue["work"]([part], here, known, 1, "cpu")
     assert list(queue["left"]([part], here, known)) == []
     queue["collect"]([part], here, known)
     (cell,) = (known / "a" / "cells").iterdir()
