@@ -180,7 +180,8 @@ FREE = ("updates", "patience", "checkpointing", "log_every", "save_every", "vali
 
 def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that an earlier version wrote, under their new names and with the defaults of what there is since."""
-    return {**{f.name: f.default for f in fields(Recipe)}, **{RENAMED.get(name, name): value for name, value in settings.items()}}
+    renamed = {RENAMED.get(name, name): value for name, value in dict(settings).items()}  # a TypeError where a damaged file has no settings
+    return {**{f.name: f.default for f in fields(Recipe)}, **renamed}
 
 
 class Entry(NamedTuple):
