@@ -251,7 +251,8 @@ def test_pictures_and_charts_have_words(made_up):
 def test_nothing_in_the_files_becomes_html(hostile):
     """The elements of a page with hostile names are those of one with plain names."""
     bad, good = (Elements(report.page(read(folder))) for folder in hostile)
-    assert [tag for tag, _ in bad.tags] == [tag for tag, _ in good.tags]
+    # but for where a name may be broken over lines, which is by its characters
+    assert [tag for tag, _ in bad.tags if tag != "wbr"] == [tag for tag, _ in good.tags if tag != "wbr"]
     attributes = {name for _, attrs in bad.tags for name in attrs}
     assert attributes == {name for _, attrs in good.tags for name in attrs}
     assert not [name for name in attributes if name.startswith("on")]

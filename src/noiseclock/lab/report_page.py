@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
@@ -339,7 +340,8 @@ def _name(data: dict[str, Any], m: int) -> str:
     look = data["methods"][m]
     style = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}[look["dash"]]
     swatch = f'<span class="swatch" style="--colour:var(--c{look["colour"]});border-top-style:{style}"></span>'
-    return f'{swatch}<span class="name" title="{escape(look["name"])}">{escape(look["name"])}</span>'
+    breakable = re.sub("([:,+])", r"\1<wbr>", escape(look["name"]))
+    return f'{swatch}<span class="name" title="{escape(look["name"])}">{breakable}</span>'
 
 
 def _number(text: str, unit: str = "") -> str:
