@@ -127,6 +127,15 @@ def test_a_training_that_fails_is_named_and_the_others_compared(capsys, tmp_path
     assert "nothing can be told: min-snr (not finished in 1 of 2 seeds)" in shown
 
 
+def test_a_comparison_of_which_every_training_fails_has_failed(capsys, tmp_path, monkeypatch):
+    def training(settings, folder, **options):
+        raise Failure("the loss was not finite for 10 updates in a row")
+
+    monkeypatch.setattr(lab_compare, "train", training)
+    assert cli.main(comparison(tmp_path / "run", "--samplers", "uniform", "min-snr")) == 1
+    assert capsys.readouterr().out.count(" failed: the loss was not finite") == 4
+
+
 def test_learning_rates_are_compared_at_a_common_one_and_at_the_best_of_each(capsys, tmp_path):
     argv = comparison(tmp_path / "run", "--samplers", "uniform", "min-snr", "--lr", "1e-3", "2e-3", settings=replace(TINY, updates=2))
     shown = said(capsys, *argv)

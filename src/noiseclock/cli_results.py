@@ -96,8 +96,9 @@ def compare(argv: list[str]) -> int:
     if options.merge:
         console.print(f"{merge(plan, folder, options.merge, until=options.until)} trainings joined to {folder}")
     events = by_workers(plan, folder, options.jobs, shard=shard, device=device, until=options.until)
-    _followed(events, options.until or plan.base.updates, len(plan.cells()[shard[0] :: shard[1]]))
-    return _summary(folder, options.until)
+    useful = _followed(events, options.until or plan.base.updates, len(plan.cells()[shard[0] :: shard[1]]))
+    _summary(folder, options.until)
+    return 0 if useful else 1
 
 
 def _plan(options: Compare, base: Any) -> Plan:
@@ -120,9 +121,10 @@ def _shard(text: str) -> tuple[int, int]:
     return int(number) - 1, int(of)
 
 
-def _followed(events: Iterable[Event], updates: int, cells: int) -> None:
-    """Show a comparison, or this machine's share of it, as it goes."""
+def _followed(events: Iterable[Event], updates: int, cells: int) -> bool:
+    """Show a comparison, or this machine's share of it, as it goes. False where trainings failed and none came to its end."""
     reached: dict[Any, int] = {}
+    failed = False
     finished = set()  # not a number: with several workers, each of them comes across a cell that one has finished
     columns = (BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -130,6 +132,7 @@ def _followed(events: Iterable[Event], updates: int, cells: int) -> None:
         for event in events:
             if event.failure:
                 console.print(f"{event.cell.method}, lr {event.cell.lr:g}, seed {event.cell.seed} failed: {event.failure}")
+                failed = True
                 continue
             done = updates if event.record is None and event.point is None else event.record.step if event.record else event.point["step"]  # type: ignore[index]
             reached[event.cell] = done
@@ -139,6 +142,7 @@ def _followed(events: Iterable[Event], updates: int, cells: int) -> None:
                     console.print(f"{event.cell.method}, lr {event.cell.lr:g}, seed {event.cell.seed}: {_quality(event.point)}")
             text = f"{len(finished)} of {cells} trainings, {event.cell.method} seed {event.cell.seed}"
             bar.update(task, completed=sum(reached.values()), description=text)
+    return bool(finished) or not failed
 
 
 def _quality(point: dict[str, Any]) -> str:
@@ -147,7 +151,7 @@ def _quality(point: dict[str, Any]) -> str:
     return f"{first}held-out loss {point['validation']:.4g} after {point['step']:,} updates, {point['seconds']:.0f} s"
 
 
-def _summary(folder: Path, at: int | None) -> int:
+def _summary(folder: Path, at: int | None) -> None:
     from rich import box
     from rich.table import Table
 
@@ -169,7 +173,6 @@ def _summary(folder: Path, at: int | None) -> int:
         console.print(table)
     console.print(statistics.answer(results))
     console.print(f"report: {write(folder, at=at)}")
-    return 0
 
 
 def _fitting(table: statistics.Table, width: int) -> dict[str, list[str]]:
