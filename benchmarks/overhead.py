@@ -54,7 +54,7 @@ SAMPLERS: dict[str, Make] = {
     "variance optimal": nc.VarianceOptimal,
     "lookahead": nc.Lookahead,
     "adaptive": nc.Adaptive,
-    "adaptive, paper": nc.Adaptive.paper,
+    "adaptive, scaled": nc.Adaptive.scaled,
     "adaptive, released": nc.Adaptive.released,
     "adaptive, cheap": nc.Adaptive.cheap,
 }
