@@ -233,6 +233,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, coder):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not (out / "test-00002.safetensors").exists()
+    (out / ".index.json.0123abcd.tmp").write_bytes(b"half an index")
     (out / ".train-00009.safetensors.tmp").write_bytes(b"half a shard")  # as a kill leaves it, and the next run writes over it
     encoded(out, coder, flip=True, shard_size=100)
     encoded(tmp_path / "whole", coder, flip=True, shard_size=100)

@@ -70,6 +70,8 @@ def encode(
     if train.texts is not None:
         index["captioned"] = {split: len(found.texts or ()) for split, found in sets.items()}
     with lock(out):
+        for left in out.glob(".index.json.*.tmp"):  # by a run that was killed while it wrote
+            left.unlink()
         kept = _begin(out, index, coding)
         yield from _shards(out, index, kept, sets, coding, batch)
         write_json(out / "index.json", {**index, **statistics(index["splits"]["train"])})
