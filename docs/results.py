@@ -29,20 +29,31 @@ def ruler() -> list[str]:
 
 
 def sprint(folder: str) -> list[str]:
-    """A schedule: FID through training, and the other measures at its end."""
+    """What was trained to the end: FID through training, and the other measures there."""
     through = [table(read(RAW / folder, at=step), "frechet") for step in STEPS]
     end = read(RAW / folder, at=STEPS[-1])
     measures = [table(end, metric) for metric in ("bits", "validation", "kernel")]
     rows = []
     for i, last in enumerate(through[-1].rows):
-        there = last.final.n > 0
-        compared = through[-1].lines[i][4] if there and last.method != end.baseline else ""
-        values = [shown(t.rows[i].final) for t in measures]
-        rows.append(
-            [f"`{last.method}`", *(shown(t.rows[i].final) for t in through), shown(in_time(end, last)), compared, *values, str(last.final.n or "")]
-        )
+        if last.final.n:
+            compared = ["", ""] if last.method == end.baseline else [through[-1].lines[i][4], str(last.speed_up_seconds)]
+            fids = [str(t.rows[i].final) for t in through]
+            rows.append([f"`{last.method}`", *fids, str(in_time(end, last)), *compared, *(str(t.rows[i].final) for t in measures), str(last.final.n)])
     fids = [f"FID, {step // 1000}k" for step in STEPS]
-    return lines(["", *fids, "at uniform's time", "against uniform", "bits/dim", "held-out loss", "KID", "seeds"], rows)
+    return lines(["", *fids, "at uniform's time", "against uniform", "speed-up", "bits/dim", "held-out loss", "KID", "seeds"], rows)
+
+
+def stopped(folder: str) -> list[str]:
+    """What was not: the measures at the first evaluation."""
+    first = read(RAW / folder, at=STEPS[0])
+    finished = {row.method for row in table(read(RAW / folder, at=STEPS[-1]), "frechet").rows if row.final.n}
+    fid, *measures = (table(first, metric) for metric in ("frechet", "bits", "validation", "kernel"))
+    rows = [
+        [f"`{row.method}`", str(row.final), fid.lines[i][4], *(str(t.rows[i].final) for t in measures)]
+        for i, row in enumerate(fid.rows)
+        if row.method not in finished and row.final.n
+    ]
+    return lines(["", "FID, 5k", "against uniform", "bits/dim", "held-out loss", "KID"], rows)
 
 
 def in_time(results: Results, row: Row) -> Summary:
@@ -52,17 +63,17 @@ def in_time(results: Results, row: Row) -> Summary:
     return summary(float(np.interp(done[0].seconds[-1], c.seconds, c.value)) for c in mine)
 
 
-def shown(values: Summary) -> str:
-    """As the report has it; nothing where there is none."""
-    return str(values) if values.n else ""
-
-
 def lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A table."""
     return [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)]
 
 
-TABLES = {"ruler": ruler, "linear": partial(sprint, "cifar10-sprint-20k")}
+TABLES = {
+    "ruler": ruler,
+    "headline": partial(sprint, "cifar10-headline"),
+    "linear": partial(sprint, "cifar10-sprint-20k"),
+    "linear, stopped": partial(stopped, "cifar10-sprint-20k"),
+}
 
 
 def page(text: str) -> str:

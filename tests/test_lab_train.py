@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import time
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+import noiseclock as nc
 import noiseclock.lab.data as lab_data
 import noiseclock.lab.train as lab_train
 from noiseclock.core.clock import Clock
@@ -137,6 +138,20 @@ def test_machines_are_told_apart_by_their_processor(monkeypatch, told, name):
     made = surroundings.surroundings(torch.device("cpu"), 1)
     surroundings._processor.cache_clear()
     assert made["machine"].partition(", ")[0] == name
+
+
+def test_a_run_from_a_folder_of_sources_tells_the_librarys_version(monkeypatch):
+    from noiseclock.lab import surroundings
+
+    def absent(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(surroundings, "version", absent)
+    surroundings._version.cache_clear()
+    made = surroundings.surroundings(torch.device("cpu"), 1)["versions"]
+    surroundings._version.cache_clear()
+    assert made["noiseclock"] == nc.__version__
+    assert made["torch"] == "absent"
 
 
 def test_where_there_is_no_git_a_run_has_no_commit(monkeypatch):

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("noiseclock", "torch", "numpy", "diffusers", "accelerate", "safetensors", "scikit-learn", "datasets")
+import noiseclock as nc
+
+PACKAGES = ("torch", "numpy", "diffusers", "accelerate", "safetensors", "scikit-learn", "datasets")
 
 
 def surroundings(device: torch.device, world: int) -> dict[str, Any]:
     """What a run was made with: versions, machine, and the commit of the code, where there is one."""
     threads = torch.get_num_threads()
     return {
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {"noiseclock": nc.__version__} | {package: _version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_processor()}, {threads} thread{'s' * (threads > 1)}",
         "processes": world,
