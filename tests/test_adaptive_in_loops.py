@@ -163,7 +163,7 @@ def test_a_sample_that_is_no_number_is_drawn_for_and_breaks_nothing_else():
 
 
 def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():
-    clock, model, _ = started(nc.Adaptive.scaled(every=1, stride=10), steps=4)
+    clock, model, optimizer = started(nc.Adaptive.scaled(every=1, stride=10), steps=4)
     sampler = clock.sampler
     policy = [p.detach().clone() for p in sampler._policy.parameters()]
     rows, reward, skipped, updates = sampler._queue.rows.clone(), sampler._reward.clone(), sampler.skipped, clock.updates
@@ -171,7 +171,8 @@ def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():
     clock.loss(b, model(b.x_t, b.t))
     with torch.no_grad():
         next(model.parameters()).add_(0.1)  # so that there would be something to learn
-    clock.updated(skipped=torch.tensor(1.0))
+    optimizer.found_inf = torch.tensor(1.0)  # as a GradScaler tells a fused one
+    optimizer.step()
     assert sampler.probes == 5
     assert sampler.skipped == skipped + 32
     assert torch.equal(sampler._queue.rows, rows)

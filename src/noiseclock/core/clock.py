@@ -90,6 +90,7 @@ class Clock:
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
         self._hook: Any = None
+        self._hook_counts: bool | None = None  # all updates? None before the first; not once a graph was captured, whose replays it does not see
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
         self.corrected = sampler.corrects if correct == "auto" else correct == "importance"
@@ -253,23 +254,32 @@ class Clock:
         if self._hook is not None:
             self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._after_step)
+        self._hook_counts = None
         self.optimizer = optimizer
         self._model = None if model is None else [model]
         return self
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._hook_counts = False
             return  # nothing has happened yet: each replay is told by `updated`
+        self._hook_counts = self._hook_counts is not False
         # A GradScaler leaves out the step of most optimisers when a gradient is infinite, and then this hook does not run. Fused ones run and
         # decide on the device.
         found_inf = getattr(optimizer, "found_inf", None)
-        self.updated(skipped=False if found_inf is None else found_inf)
+        self._updated(False if found_inf is None else found_inf)
 
     def updated(self, *, skipped: bool | Tensor = False) -> None:
-        """An optimiser update was made, or `skipped`. `attach` calls this; call it yourself after a graph replay.
+        """An optimiser update was made, or `skipped`: call it after a graph replay, or where no optimiser is attached, whose hook counts by itself.
 
-        skipped: a tensor on the device, not 0 where the update was left out, is waited for only where what comes next depends on it.
+        skipped: True is right after a skipped step in any loop; a tensor on the device, not 0 where the update was left out, is waited for only where
+        what comes next depends on it.
         """
+        if self._hook_counts and (isinstance(skipped, Tensor) or not skipped):
+            raise ValueError("the attached optimiser's updates are counted by its hook, and clock.updated() would count them twice; leave one out")
+        self._updated(skipped)
+
+    def _updated(self, skipped: bool | Tensor) -> None:
         if isinstance(skipped, Tensor):
             if (self._probe is not None and self.sampler.must_know) or self.sampler.counts_updates or self.base.counts_updates:
                 skipped = bool(skipped)
@@ -464,7 +474,8 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what belongs to one optimiser or one step stays behind, and a copy must be attached anew."""
-        return {**self.__dict__, "_hook": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_paired": False}
+        left = {"_hook": None, "_hook_counts": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_paired": False}
+        return {**self.__dict__, **left}
 
 
 def _objective(given: str | Objective | None, schedule: Any) -> Objective:
