@@ -106,6 +106,24 @@ def test_labels_that_predict_brings_along_are_told_of(how):
     nc.Clock("linear", Probing()).draw(x0, predict=eval("lambda x, t: [o := model(x, t), o.sample if 0 else o][1]", {**scope, "model": Denoiser()}))
 
 
+def test_a_model_that_fails_in_a_probe_is_probed_anew():
+    """By a user who leaves such a batch out and goes on. Adaptive took the measure of one batch for another's."""
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.Adaptive(every=1, stride=100)).attach(optimizer, model=model)
+
+    def fails(x_t, t):
+        raise RuntimeError("mine")
+
+    clock.draw(data(16), predict=model)  # of which no update is made
+    with pytest.raises(RuntimeError, match="mine"):
+        clock.draw(data(8), predict=fails)
+    b = clock.draw(data(8), predict=model)
+    clock.loss(b, model(b.x_t, b.t)).mean().backward()
+    optimizer.step()
+    assert clock.sampler.probes == 1
+
+
 def test_a_probing_sampler_without_a_model_says_so():
     with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
         nc.Clock("linear", Probing()).draw(data())

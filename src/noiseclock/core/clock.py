@@ -338,15 +338,16 @@ class Clock:
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
-        self._probe = Probe(
+        self._probe, self._paired = None, False  # until the model was seen: a user may go on after an error of its own
+        probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
             optimizer=self.optimizer,
         )  # fmt: skip
-        self._paired = False
-        rows = self._probe.rows
-        self.sampler.before(self._probe)
-        if self._probe.rows < rows:  # memory ran out, and would again
-            self.probe_rows = self._probe.rows
+        rows = probe.rows
+        self.sampler.before(probe)
+        if probe.rows < rows:  # memory ran out, and would again
+            self.probe_rows = probe.rows
+        self._probe = probe
 
     def _too_small(self, x0: Tensor) -> bool:
         least = self.sampler.least_batch
