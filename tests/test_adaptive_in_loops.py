@@ -325,6 +325,36 @@ def test_two_ranks_probe_what_one_would(place, free_port):
     assert torch.allclose(rows[0], alone, rtol=1e-5)
 
 
+def test_two_ranks_probe_with_the_caption_of_the_one_sample(free_port):
+    """It is rank 0's, as strings or as tokens that every rank pads to its own longest."""
+    rows = on_two(_captioned_row, free_port)
+    clock, probe = _captioned(0)
+    alone = clock.sampler._whole_grid(probe)
+    for rank in (0, 1):  # another grouping into chunks, so another order of float32 sums
+        assert torch.allclose(rows[rank], alone, rtol=1e-5)
+
+
+def _captioned(rank: int):
+    clock, probe = _probe_of(rank)
+    net = probe.predict
+
+    def predict(x_t, t, text, tokens):
+        said = torch.tensor([float(caption) for caption in text])
+        return net(x_t, t) + (said + tokens.sum((1, 2)))[:, None]
+
+    cond = {"text": [str(rank + i) for i in range(8)], "tokens": torch.full((8, 2 + rank, 1), 0.1 + rank)}
+    return clock, nc.Probe(predict, clock.schedule, clock.objective, probe.x0, cond, noise=probe.noise, modules=probe.modules)
+
+
+def _captioned_row(rank: int, port: int, results) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        clock, probe = _captioned(rank)
+        results[rank] = clock.sampler._whole_grid(probe)
+    finally:
+        dist.destroy_process_group()
+
+
 def _probe_of(rank: int, place=(None, None)):
     torch.manual_seed(0)
     model = Denoiser(width=16)

@@ -143,8 +143,8 @@ class Clock:
         """Noise a batch x0 (B, ...) at newly drawn times.
 
         predict: the model, as `predict(x_t, t)` or with `cond`; samplers that probe need it. cond: a mapping goes to the model as keywords,
-        anything else as a third argument; probes take rows of its tensors, and of lists with one string, tensor, number or None for each sample. noise:
-        (B, ...), drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so that the times are stratified over all of them.
+        anything else as a third argument; probes take rows of its tensors, and of lists with one string, tensor, number or None for each sample.
+        noise: (B, ...), drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so that times are stratified over all of them.
         """
         check_batch(x0, noise)
         if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
