@@ -447,6 +447,11 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
         (lambda: nc.Clock("linear", "uniform").loss(torch.zeros(2), None), TypeError, "takes a batch and then the prediction"),
         (lambda: nc.Clock("linear", "uniform", base="logit-normal"), ValueError, "has no effect without importance correction"),
         (lambda: nc.Clock("linear", "uniform").draw(data(), micro=(4, 4)), ValueError, r"0 <= i < n, got \(4, 4\)"),
+        (
+            lambda: nc.Clock("linear", "uniform").attach(torch.optim.SGD(Denoiser().parameters()), model=[Denoiser()]),
+            TypeError,
+            r"must be an nn.Module, got list; several are one as nn.ModuleList",
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, message):

@@ -251,6 +251,8 @@ class Clock:
         optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; or call clock.updated() after each update")
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; several are one as nn.ModuleList([...])")
         if self._hook is not None:
             self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._after_step)
