@@ -55,9 +55,9 @@ class Clock:
 
     schedule, sampler, weighting, objective: objects or their names; the schedule may be a diffusers scheduler, which then also tells the
     objective ("eps" otherwise). base: the density over time that the objective means. correct: "importance" puts base/p on the loss, "none"
-    leaves it out, "auto" does as the sampler declares. seed: of times and noise. rank, world_size: taken from torch.distributed where it
-    runs, unless given. probe_rows: how many samples a probe puts through the model at once, at most; passes of the batch's size unless given. Fewer
-    take less memory, more keep a GPU busier.
+    leaves it out, "auto" does as the sampler declares. seed: of times and noise, which two clocks of one seed draw alike. rank, world_size: taken
+    from torch.distributed where it runs, unless given. probe_rows: how many samples a probe puts through the model at once, at most; passes of the
+    batch's size unless given. Fewer take less memory, more keep a GPU busier.
 
     >>> clock = Clock("linear", "uniform", "min-snr")
     >>> batch = clock.draw(torch.zeros(4, 3, 8, 8))
