@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
         blocks=recipe.blocks, attention=recipe.attention, head_channels=recipe.head_channels, patch=recipe.patch, dropout=recipe.dropout,
         time_scale=time_scale(clock.schedule), checkpointing=recipe.checkpointing, empty=empty,
     )  # fmt: skip
+
+
+def told_held_out(recipe: Recipe, held_out: Data, *, warn: bool = True) -> bool:
+    """Is the model told the labels or captions of held-out images? A conditional one is told "no class" where they have none, and that is said."""
+    if recipe.conditional and held_out.labels is None and warn:
+        untrained = "" if recipe.drop_labels else ", which it has not learned to be, because drop_labels is 0"
+        warnings.warn(f"{held_out.name} has no labels, so the model is measured there as one that is told no class{untrained}", stacklevel=2)
+    return recipe.conditional and held_out.labels is not None
 
 
 def sampled(

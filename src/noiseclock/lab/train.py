@@ -35,7 +35,7 @@ from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.integrations.trackers import track
 from noiseclock.lab import checkpoint, pictures
-from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled
+from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
 from noiseclock.lab.data import batches, head, outlined
@@ -292,6 +292,8 @@ class Run:
     def _begin(self) -> Log:
         """What is on the disk before the first update."""
         settings = self.recipe.settings()
+        if self.recipe.validate_every:
+            told_held_out(self.recipe, self.held_out)
         write_json(self.folder / "config.json", {"settings": settings, "made with": surroundings(self.device, self.world)})
         with writing(self.folder):
             log = Log(self.folder / "log.jsonl")

@@ -14,7 +14,7 @@ from noiseclock.core.clock import Clock
 from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
-from noiseclock.lab.built import network, optimizer_for, placed, sampled
+from noiseclock.lab.built import network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.clip import CLIP, ClipScore, clip_score
 from noiseclock.lab.data import Data, load, pictured, without_images
@@ -150,6 +150,7 @@ def evaluated(
     choose("resize", resize, RESIZES)
     recipe = run.recipe
     held_out = load(recipe.data, split="test", size=recipe.size)
+    told = told_held_out(recipe, held_out)
     scores = bits = fit = None
     judge = _judge(run, clip, clip_samples, device) if clip else None
     drawn = max(samples, clip_samples if judge else 0)
@@ -169,9 +170,9 @@ def evaluated(
     if vlb_images and isinstance(run.clock.schedule, Discrete) and not isinstance(held_out, Latents):
         bits = bits_per_dim(
             run.net, run.clock.schedule, run.clock.objective, held_out, n=vlb_images, batch=batch, steps=vlb_steps, variance=recipe.variance,
-            conditional=recipe.conditional, device=device,
+            conditional=told, device=device,
         )  # fmt: skip
-    curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=recipe.conditional, device=device)
+    curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=told, device=device)
     return Evaluation(run.step, scores, bits, curve, min(CURVE, len(held_out)), guidance, seed, isinstance(held_out, Latents), fit)
 
 
