@@ -105,7 +105,7 @@ class Evaluation:
             parts += [f"{scores.solver}-{scores.steps}-{scores.count}", scores.reference.replace("/", "_").replace(" ", "-")]
             parts += [scores.resize] if scores.resize else []
         if self.clip is not None:
-            parts.append(f"clip-{self.clip.solver}-{self.clip.steps}-{self.clip.count}")
+            parts.append(f"clip-{self.clip.known_by}-{self.clip.solver}-{self.clip.steps}-{self.clip.count}")
         if self.scores is not None or self.clip is not None:
             parts += [f"guidance-{self.guidance:g}"] if self.guidance != 1 else []
             parts += [f"seed-{self.seed}"] if self.seed else []
