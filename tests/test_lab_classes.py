@@ -13,6 +13,7 @@ from noiseclock.core.measure import loss_over_time
 from noiseclock.lab import classifier
 from noiseclock.lab.built import sampled
 from noiseclock.lab.data import head, load
+from noiseclock.lab.models.dit import DiT
 from noiseclock.lab.recipes import recipe
 from noiseclock.lab.trained import opened
 from small_runs import TINY, comparison, points, said, trained
@@ -63,6 +64,29 @@ def test_a_comparison_goes_on_without_the_classes_of_held_out_images(unlabelled,
 
 
 # --- the class that was asked for ---------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_of_the_labels_that_were_given_in_turn(tmp_path, capsys, elsewhere, monkeypatch):
+    trained(replace(TINY, conditional=True, updates=1), tmp_path / "run")
+    told, real = [], DiT.forward
+    monkeypatch.setattr(DiT, "forward", lambda self, x, t, labels=None: told.append(labels.tolist()) or real(self, x, t, labels))
+    said(capsys, "sample", "run", "--count", "5", "--label", "7", "3", "--device", "cpu")
+    assert told == [[7, 3, 7, 3, 7]] * TINY.solver_steps
+    told.clear()
+    said(capsys, "sample", "run", "--count", "2", "--label", "7", "--guidance", "2", "--device", "cpu")
+    assert told == [[7, 7, 10, 10]] * TINY.solver_steps
+
+
+def test_labels_and_guidance_that_a_model_does_not_know_are_named(tmp_path, capsys, elsewhere):
+    trained(replace(TINY, updates=1), tmp_path / "plain")
+    trained(replace(TINY, conditional=True, drop_labels=0.0, updates=1), tmp_path / "classes")
+    ask = ("sample", "--count", "1", "--device", "cpu")
+    assert "not trained on classes" in said(capsys, *ask, "plain", "--label", "3", status=2)
+    for label in ("10", "-1"):
+        assert f"the labels 0 to 9, got {label}" in said(capsys, *ask, "classes", "--label", label, status=2)
+    assert "not both" in said(capsys, *ask, "classes", "--label", "3", "--prompt", "three", status=2)
+    assert "trained with drop_labels 0" in said(capsys, *ask, "classes", "--guidance", "2", status=2)
+    assert "trained with drop_labels 0" in said(capsys, "evaluate", "classes", "--samples", "5", "--guidance", "2", "--device", "cpu", status=2)
 
 
 @pytest.mark.slow  # two minutes each on one core

@@ -274,10 +274,10 @@ def test_samples_show_what_the_caption_says(tmp_path):
     wanted = [kind for kind in KINDS for _ in WORDINGS] * 4
     shares = {}
     for guidance in (1.0, 2.0):
-        shown = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), guidance=guidance, prompts=prompts))
+        shown = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), guidance=guidance, asked=prompts))
         shares[guidance] = sum(mine == theirs for mine, theirs in zip(shown, wanted, strict=True)) / len(wanted)
     print(f"shown as told: {shares}")
     assert shares[2.0] >= 0.9  # by chance it were 1/12
     assert shares[2.0] >= shares[1.0]
-    withheld = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), prompts=run.net.null[None]))
+    withheld = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), asked=run.net.null[None]))
     assert sum(mine == theirs for mine, theirs in zip(withheld, wanted, strict=True)) / len(wanted) < 0.25
