@@ -25,7 +25,7 @@ from noiseclock.lab.latents import Latents
 from noiseclock.lab.order import Order, flips, normals
 from noiseclock.lab.trained import evaluated, opened
 from small_autoencoders import encoded, saved
-from small_runs import TINY, UNET, content, differing, state_of, trained, wait_until
+from small_runs import EDM, TINY, UNET, content, differing, state_of, trained, wait_until
 
 # Python 3.12 warns when a process with threads forks; torch's loader forks, and its workers only read files
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -339,6 +339,19 @@ def test_a_training_on_latents_resumes_to_the_bit_and_shows_pictures(tmp_path, c
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
     with Image.open(tmp_path / "whole" / "samples" / "step-00000006.png") as grid:
         assert grid.size == (2 + 8 * (64 + 2), 2 + 8 * (64 + 2))  # 8x8 pictures, magnified, not 4x4 latents
+
+
+def test_edm_is_told_the_spread_of_latents(tmp_path, cache):
+    edm = on_latents(cache, replace(TINY, **EDM), updates=1)
+    with pytest.warns(UserWarning, match="say edm:sigma_data=1"):
+        trained(edm, tmp_path / "as it is")
+    trained(replace(edm, objective="edm:sigma_data=1"), tmp_path / "told")
+    x0, _ = next(batches(load(f"latents:{cache}"), 1000, seed=0))
+    run = opened(tmp_path / "told")
+    batch = run.clock.draw(x0)
+    # of 1000 latents of 2x4x4, of std 1 in all: Var of a square is 2 at most where they are normal, and their pixels are not independent
+    assert batch.target.square().mean() == pytest.approx(1, abs=0.1)
+    assert batch.x_t.square().mean() == pytest.approx(1, abs=0.1)
 
 
 def test_a_training_on_latents_is_sampled_and_evaluated_against_the_pictures(tmp_path, cache, statistics, monkeypatch):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from noiseclock.core.clock import Clock
-from noiseclock.core.objectives import OBJECTIVES
+from noiseclock.core.objectives import Eps
 from noiseclock.core.schedules import VARIANCES
 from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
@@ -27,7 +27,7 @@ LARGEST_SEED = 2**32  # excluded; a thousandfold of it, plus a rank, still seeds
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. A sampler, weighting or schedule is written `name` or `name:option=value,option=value`."""
+    """One training run. A sampler, weighting, schedule or objective is written `name` or `name:option=value,option=value`."""
 
     # --- what is learned ---
     data: str = "digits"
@@ -65,7 +65,7 @@ class Recipe:
     steps: int | None = 1000
     """T of a discrete schedule; None for edm and flow"""
     objective: str = "eps"
-    """eps, x0, v, flow or edm"""
+    """eps, x0, v, flow or edm; of latents edm:sigma_data=1"""
     sampler: str = "uniform"
     """which noise levels are trained, e.g. variance-optimal or speed:k=5"""
     weighting: str = "constant"
@@ -145,25 +145,26 @@ class Recipe:
         if self.batch % self.accumulate:
             raise Mistake(f"a batch of {self.batch} cannot be split into {self.accumulate} equal micro-batches")
         known = {
-            "objective": OBJECTIVES, "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": MODELS, "solver": SOLVERS,
+            "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": MODELS, "solver": SOLVERS,
         }  # fmt: skip
         for name, allowed in known.items():
             choose(name, getattr(self, name), allowed)
-        schedule = self.clock().schedule  # its mistakes are this recipe's
+        clock = self.clock()  # its mistakes are this recipe's
+        schedule = clock.schedule
         if self.solver_steps > (schedule.steps or self.solver_steps):
             raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
-        if self.objective == "eps" and float(schedule(1.0)[0]) == 0:
+        if isinstance(clock.objective, Eps) and float(schedule(1.0)[0]) == 0:
             raise Mistake("this schedule ends in pure noise, where a prediction of it says nothing of the picture; take the objective v, x0 or flow")
 
     def clock(self, **place: Any) -> Clock:
         """The clock that this recipe trains by. place: rank and world_size, where they are not torch.distributed's."""
         schedule, sampler = wording.schedule(self.schedule, self.steps), wording.sampler(self.sampler)
-        weighting, base = wording.weighting(self.weighting), wording.sampler(self.base)
+        weighting, base, objective = wording.weighting(self.weighting), wording.sampler(self.base), wording.objective(self.objective)
         corrected = sampler.corrects if self.correct == "auto" else self.correct == "importance"
         try:
             # what is not corrected trains what it draws, whatever is meant
             meant: dict[str, Any] = {"base": base} if corrected else {}
-            return Clock(schedule, sampler, weighting, self.objective, correct=self.correct, seed=self.seed, **meant, **place)
+            return Clock(schedule, sampler, weighting, objective, correct=self.correct, seed=self.seed, **meant, **place)
         except (TypeError, ValueError) as error:
             raise Mistake(str(error)) from error
 

@@ -16,6 +16,7 @@ import json
 import math
 import signal
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -44,6 +45,7 @@ from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json, writing
 from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.interrupt import Wish, listening
+from noiseclock.lab.latents import Latents
 from noiseclock.lab.moments import by_size, load_moments, moments
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
@@ -292,6 +294,8 @@ class Run:
     def _begin(self) -> Log:
         """What is on the disk before the first update."""
         settings = self.recipe.settings()
+        if isinstance(self.data, Latents) and self.recipe.objective == "edm":
+            warnings.warn("latents are scaled to a standard deviation of 1, and edm is made for data of 0.5; say edm:sigma_data=1", stacklevel=2)
         if self.recipe.validate_every:
             told_held_out(self.recipe, self.held_out)
         write_json(self.folder / "config.json", {"settings": settings, "made with": surroundings(self.device, self.world)})
