@@ -14,6 +14,7 @@ file may have several lines. The embedded set is a folder of
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -209,6 +210,14 @@ class Texts:
     def empty(self) -> Tensor:
         """(L, D) float16: the empty caption, which a model is told where the caption is withheld."""
         return self._embedded.empty
+
+    @cached_property
+    def known_by(self) -> str:
+        """Letters that stand for the pictures and their captions, in this order, whatever embedded them."""
+        total, rows = hashlib.sha256(), self._order.tolist()
+        for first, count in zip(self._first.tolist(), self._count.tolist(), strict=True):
+            total.update(json.dumps([self._embedded.rows[row] for row in rows[first : first + count]]).encode())
+        return total.hexdigest()[:16]
 
     def drawn(self, images: Tensor, uniforms: Tensor) -> Tensor:
         """(n, L, D) float16: for each of the images (n,) one of its captions, chosen by uniforms (n,) in [0, 1)."""

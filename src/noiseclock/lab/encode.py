@@ -59,7 +59,7 @@ def encode(
     coding, out = autoencoder.load(coder, device=device), Path(out)
     sets = {split: load_images(data, split=split, size=size) for split in SPLITS}
     train = sets["train"]
-    made_of = {
+    made_of: dict[str, Any] = {
         "data": _lasting(data), "size": size, "pictures": list(train.shape), "count": {split: len(found) for split, found in sets.items()},
         "flip": flip, "batch": batch, "shard size": shard_size, "class": coding.name, "autoencoder": coding.digest,
     }  # fmt: skip
@@ -68,7 +68,7 @@ def encode(
         "posterior": coding.encode(torch.zeros((1, *train.shape), dtype=torch.uint8)).std is not None, "splits": {},
     }  # fmt: skip
     if train.texts is not None:
-        index["captioned"] = {split: len(found.texts or ()) for split, found in sets.items()}
+        made_of["captions"] = {split: found.texts.known_by for split, found in sets.items() if found.texts is not None}
     with lock(out):
         for left in out.glob(".index.json.*.tmp"):  # by a run that was killed while it wrote
             left.unlink()
