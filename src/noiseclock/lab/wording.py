@@ -1,4 +1,5 @@
-"""Samplers, weightings, schedules and objectives as one word on a command line: `name` or `name:option=value,option=value`; and in a few, what one has learned.
+"""Samplers, weightings, schedules and objectives as one word on a command line: `name` or `name:option=value,option=value`; and what a sampler has
+learned, in a few.
 
 speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-normal,k=3      scaled-linear:beta_end=0.0195
 
