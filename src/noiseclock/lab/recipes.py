@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
 from noiseclock.core.clock import Clock
 from noiseclock.core.objectives import Eps
-from noiseclock.core.schedules import VARIANCES
+from noiseclock.core.schedules import VARIANCES, Array
 from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
 from noiseclock.lab.generate import SOLVERS
@@ -167,6 +170,11 @@ class Recipe:
             return Clock(schedule, sampler, weighting, objective, correct=self.correct, seed=self.seed, **meant, **place)
         except (TypeError, ValueError) as error:
             raise Mistake(str(error)) from error
+
+    def meant(self, time: Array) -> Array:
+        """The density of `base` at times (n,), also where a sampler that is not corrected trains another."""
+        density = replace(self, sampler=self.base, correct="none").clock().sampler.log_prob(torch.as_tensor(time)).exp()
+        return np.asarray(density.double().numpy())
 
     def settings(self) -> dict[str, Any]:
         """The fields as plain values, in order."""

@@ -453,7 +453,7 @@ class Run:
         return placed(net, self.device).eval()
 
     def _validate(self, log: Log | None) -> None:
-        """The loss by noise level on held-out images at fixed noise, and the density that is sampled now."""
+        """The loss by noise level on held-out images at fixed noise, its mean over the density that is meant, and the one that is sampled now."""
         net = self.averaged()
         if log is not None:
             x0, labels = head(self.held_out, VALIDATION, self.device)
@@ -466,12 +466,13 @@ class Run:
                 name: [float(part.mean()) for part in np.array_split(values, min(TIMES, len(values)))]
                 for name, values in (("density_time", curves.time), ("density", curves.p))
             }
-            mean = float(found.weighted.mean())
+            meant = self.recipe.meant(found.time)
+            weighted, loss = (float(np.average(by_time, weights=meant)) for by_time in (found.weighted, found.loss))
             log.write(
-                {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": mean, "loss": float(found.loss.mean()),
+                {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": weighted, "loss": loss,
                  "time": found.time.tolist(), "loss_by_time": found.loss.tolist(), **density}
             )  # fmt: skip
-            self._track({"validation": float(found.loss.mean())})
+            self._track({"validation": loss})
             with writing(self.folder):
                 for tracker in self.accelerator.trackers:
                     track(tracker, self.clock, self.step)
