@@ -289,6 +289,22 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path, coder, cache):
         batches(load(f"latents:{unflipped}"), 4, seed=0, flip=True)
 
 
+def test_a_folder_of_other_things_stays_as_it_is(tmp_path, coder):
+    trained(replace(TINY, updates=1), tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(Mistake, match=r"holds other things, .* among them; choose another folder"):
+        encoded(tmp_path, coder)
+    assert content(tmp_path) == before
+
+
+def test_a_training_with_flips_that_cannot_be_leaves_nothing_in_its_folder(tmp_path, coder):
+    settings = on_latents(encoded(tmp_path / "unflipped", coder), updates=1)
+    with pytest.raises(Mistake, match="has no latents of mirrored pictures"):
+        trained(replace(settings, flip=True), tmp_path / "run")
+    assert content(tmp_path / "run") == {}
+    trained(settings, tmp_path / "run")  # it was refused, because of what the first had written
+
+
 def test_other_settings_do_not_go_into_the_same_folder(tmp_path, cache, coder):
     other = saved(tmp_path / "other", seed=1)
     for options, line in (

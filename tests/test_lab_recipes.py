@@ -166,6 +166,8 @@ WRONG = {
     "drop_labels must lie in [0, 1), got -0.1": {"drop_labels": -0.1},
     "warmup must not be negative, got -5": {"warmup": -5},
     "unknown objective 'epsilon'": {"objective": "epsilon"},
+    "objective 'eps' takes no option 'sigma_data'; allowed: none": {"objective": "eps:sigma_data=1"},
+    "sigma_data must be positive, got -1": {"objective": "edm:sigma_data=-1"},
     "unknown optimizer 'adam2' (did you mean adam?)": {"optimizer": "adam2"},
     "unknown precision 'fp16' (did you mean bf16?)": {"precision": "fp16"},
     "unknown solver 'ddin' (did you mean ddim?)": {"solver": "ddin"},

@@ -26,6 +26,8 @@ from noiseclock.lab.folder import checksum, difference, lock, sync, write_json
 from noiseclock.lab.latents import FORMAT, read_index
 from noiseclock.lab.sources import SPLITS
 
+MINE = (".lock", "autoencoder")  # beside the shards, in a folder whose run was killed before there was an index
+
 
 class Shard(NamedTuple):
     """The pictures from `start` to `stop` of a split, and where their latents go."""
@@ -92,6 +94,8 @@ def _begin(out: Path, index: dict[str, Any], coding: Autoencoder) -> dict[str, d
         if changes := difference(index["made of"], before["made of"], where=f"in {out}"):
             raise Mistake(f"{out} holds other latents; choose another folder, or make the settings alike:\n{changes}")
         kept = {shard["file"]: shard for shards in before["splits"].values() for shard in shards}
+    elif strange := [path.name for path in out.iterdir() if path.name not in MINE and path.suffix not in (".safetensors", ".tmp", ".new")]:
+        raise Mistake(f"{out} holds other things, {strange[0]} among them; choose another folder")
     if not (out / "autoencoder" / "config.json").exists():
         pictures.whole(out / "autoencoder", lambda new: coding.net.save_pretrained(str(new)))
     return kept

@@ -111,6 +111,8 @@ class Run:
         if recipe.batch % parts:
             raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
         self.data, self.held_out = loaded(recipe, accelerator)
+        if recipe.flip and isinstance(self.data, Latents):
+            self.data.check_flips()  # before anything is written
         refuse_among(recipe.data, folder)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
@@ -184,7 +186,7 @@ class Run:
             try:
                 self._refuse_other(json.loads(config.read_text())["settings"])
             except (KeyError, TypeError, OSError, ValueError) as error:
-                raise Mistake(f"{config} is damaged; remove it, or choose another folder") from error
+                raise Mistake(f"{config} is damaged or not of a training; choose another folder, or remove it") from error
         if checkpoint.steps(self.folder):
             with checkpoint.reading(self.folder, lazy=("model", "ema", "optimizer")) as (self.step, state):
                 self._refuse_other(state["settings"])
