@@ -173,7 +173,7 @@ class Recipe:
 
     def meant(self, time: Array) -> Array:
         """The density of `base` at times (n,), also where a sampler that is not corrected trains another."""
-        density = replace(self, sampler=self.base, correct="none").clock().sampler.log_prob(torch.as_tensor(time)).exp()
+        density = replace(self, sampler=self.base, weighting="constant", correct="none").clock().sampler.log_prob(torch.as_tensor(time)).exp()
         return np.asarray(density.double().numpy())
 
     def settings(self) -> dict[str, Any]:
