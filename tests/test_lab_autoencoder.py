@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
 
 import noiseclock.lab.train_autoencoder as lab_train_autoencoder
 import small_runs
@@ -114,6 +115,18 @@ def test_a_wrong_folder_is_one_sentence(tmp_path, monkeypatch):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(Mistake, match="cannot load the AutoencoderKL in"):
         autoencoder.load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_autoencoder_without_all_its_weights_is_refused(tmp_path, kind):
+    file = saved(tmp_path, kind) / "diffusion_pytorch_model.safetensors"
+    autoencoder.load(tmp_path)
+    weights = load_file(file)
+    lost = min(weights)
+    del weights[lost]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(Mistake, match=f"the {kind} in .* lacks 1 of its weights, the first is {lost}; save it again"):
+        autoencoder.load(tmp_path)
 
 
 # --- training one -------------------------------------------------------------------------------------------------------------------------
