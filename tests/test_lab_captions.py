@@ -119,6 +119,15 @@ def test_what_a_stopped_run_left_of_another_set_is_not_gone_on_with(place, tmp_p
     assert content(tmp_path / "set") == content(tmp_path / "anew")
 
 
+def test_captions_of_any_characters_come_back(place, tmp_path):
+    pictures = write_shapes(tmp_path / "pictures", 2)
+    words = ["a red\u2028circle", "a \x85 blue\u2029square \x1e"]  # line ends for Python, and for JSON none
+    lines = [json.dumps({"file": f"{i}.png", "caption": caption}, ensure_ascii=False) for i, caption in enumerate(words)]
+    (pictures / "captions.jsonl").write_text("\ufeff" + "\r\n".join(lines).replace("\x1e", "\\u001e"), encoding="utf-8", newline="")
+    assert embed(pictures, place / "encoder", tmp_path / "set") == 2
+    assert [caption for _, caption in EmbeddedSet(tmp_path / "set").rows] == words
+
+
 def test_captions_that_are_too_long_are_counted(place, tmp_path):
     with pytest.warns(UserWarning, match="120 of 180 captions are longer than 5 tokens"):  # "a red circle" has just five
         embed(place / "pictures", place / "encoder", tmp_path / "embedded", length=5)
@@ -211,6 +220,9 @@ def test_mistakes_in_captions_are_named(place, tmp_path):
         with pytest.raises(Mistake, match=message):
             embed(pictures, encoder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+    file.write_bytes(good.encode() + b'\n{"file": "0.png", "caption": "caf\xe9"}')
+    with pytest.raises(Mistake, match=r"captions.jsonl is not text in UTF-8 \(.* at byte \d+\); save it as that"):
+        embed(pictures, encoder, tmp_path / "out")
     file.unlink()
     with pytest.raises(Mistake, match=r"there is no .*captions.jsonl"):
         embed(pictures, encoder, tmp_path / "out")

@@ -48,8 +48,12 @@ def read_captions(file: Path) -> list[tuple[str, str]]:
     """(picture, caption) of every line, pictures as paths relative to the file's folder."""
     if not file.is_file():
         raise Mistake(f'there is no {file}; write one, with a line {{"file": "1.png", "caption": "a red circle"}} for each picture')
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start:,}); save it as that") from error
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut a caption in two at characters that JSON may hold
         if not line.strip():
             continue
         try:
