@@ -308,6 +308,8 @@ def _asked(options: Sample, net: Any, device: str) -> Any:
 
     if options.prompt and options.label:
         raise Mistake("a model is told classes or captions, not both; give --label or --prompt")
+    if (asked := len(options.prompt or options.label)) > options.count:
+        raise Mistake(f"{asked} classes or captions do not fit into {options.count} pictures; raise --count")
     if options.prompt:
         return prompted(net, options.prompt, options.encoder, device=device)
     if not options.label:
