@@ -25,7 +25,7 @@ from noiseclock.lab.evaluate import compare_images
 from noiseclock.lab.results import Cell, read
 from noiseclock.lab.trained import opened
 
-SOLVERS = ("ddim:10", "ddim:50", "ddim:200", "dpm++:10", "dpm++:20", "ddpm:1000:2000", "ddim:50:2000")
+SOLVERS = ("ddim:10", "ddim:50", "dpm++:10", "dpm++:20", "ddim:50:2000", "ddim:200:2000", "ddpm:1000:2000")
 SAMPLES = 10_000
 
 

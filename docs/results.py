@@ -40,7 +40,7 @@ def sprint(folder: str) -> list[str]:
             fids = [str(t.rows[i].final) for t in through]
             rows.append([f"`{last.method}`", *fids, str(in_time(end, last)), *compared, *(str(t.rows[i].final) for t in measures), str(last.final.n)])
     fids = [f"FID, {step // 1000}k" for step in STEPS]
-    return lines(["", *fids, "at uniform's time", "against uniform", "speed-up", "bits/dim", "held-out loss", "KID", "seeds"], rows)
+    return lines(["", *fids, "at equal time", "against uniform", "speed-up", "bits/dim", "held-out loss", "KID", "seeds"], rows)
 
 
 def stopped(folder: str) -> list[str]:

@@ -47,7 +47,7 @@ class Adaptive(Sampler):
     """The paper's sampler. Defaults are its settings: f_S = 40, |S| = 3, |Q| = 20, entropy 0.01, policy learning rate by schedule.
 
     Choose it to repeat the paper: what was measured here speaks for VarianceOptimal (docs/choose.md). A probe is 2·|S| + 2·T/B forward passes of a
-    batch of B, which makes training 1.2 times as long with 1000 steps, batches of 128 and these defaults (docs/performance.md); see `cheap`.
+    batch of B, which makes training 1.15 to 1.2 times as long with 1000 steps, batches of 128 and these defaults (docs/performance.md); see `cheap`.
 
     every: f_S, optimiser updates between probes. count: |S|. select: how S is chosen, "f" (the paper's F statistic), "greedy" (forward
     selection) or "all" (every time of the grid for every x0: the exact Δ). queue: |Q|. stride: probe every so many-th step only. entropy: β.

@@ -53,11 +53,14 @@ class PlotData(NamedTuple):
 class Clock:
     """Decides which noise level each sample trains on, and what its loss counts.
 
-    schedule, sampler, weighting, objective: objects or their names; the schedule may be a diffusers scheduler, which then also tells the
-    objective ("eps" otherwise). base: the density over time that the objective means. correct: "importance" puts base/p on the loss, "none"
-    leaves it out, "auto" does as the sampler declares. seed: of times and noise. rank, world_size: taken from torch.distributed where it
-    runs, unless given. probe_rows: how many samples a probe puts through the model at once, at most; passes of the batch's size unless given. Fewer
-    take less memory, more keep a GPU busier.
+    - schedule, sampler, weighting, objective: objects or their names. The schedule may be a diffusers scheduler, which then also tells the
+      objective; otherwise that is "eps".
+    - base: the density over time that the objective means.
+    - correct: "importance" puts base/p on the loss, "none" does not, "auto" does as the sampler declares.
+    - seed: of times and noise.
+    - rank, world_size: those of torch.distributed where it runs, unless given.
+    - probe_rows: the most samples that a probe puts through the model at once, the batch's size unless given. Fewer take less memory, more
+      keep a GPU busier.
 
     >>> clock = Clock("linear", "uniform", "min-snr")
     >>> batch = clock.draw(torch.zeros(4, 3, 8, 8))
@@ -243,7 +246,7 @@ class Clock:
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Any, *, model: nn.Module | None = None) -> Self:
-        """Count the optimiser's updates by itself, through a hook that runs after each of its steps; returns the clock.
+        """Count the optimiser's updates from now on, by a hook that runs after each of its steps; returns the clock.
 
         model: what a probe puts into evaluation mode, where it cannot be found from `predict`.
         """
@@ -268,7 +271,7 @@ class Clock:
     def updated(self, *, skipped: bool | Tensor = False) -> None:
         """An optimiser update was made, or `skipped`. `attach` calls this; call it yourself after a graph replay.
 
-        skipped: a tensor on the device, not 0 where the update was left out, is waited for only where what comes next depends on it.
+        skipped: was the update left out? It may be a tensor on the device, which is waited for only where what comes next depends on it.
         """
         if isinstance(skipped, Tensor):
             if (self._probe is not None and self.sampler.must_know) or self.sampler.counts_updates or self.base.counts_updates:
