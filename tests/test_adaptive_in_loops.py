@@ -163,7 +163,7 @@ def test_a_sample_that_is_no_number_is_drawn_for_and_breaks_nothing_else():
 
 
 def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():
-    clock, model, _ = started(nc.Adaptive.scaled(every=1, stride=10), steps=4)
+    clock, model, optimizer = started(nc.Adaptive.scaled(every=1, stride=10), steps=4)
     sampler = clock.sampler
     policy = [p.detach().clone() for p in sampler._policy.parameters()]
     rows, reward, skipped, updates = sampler._queue.rows.clone(), sampler._reward.clone(), sampler.skipped, clock.updates
@@ -171,7 +171,8 @@ def test_an_update_that_only_the_device_knows_was_lost_teaches_nothing():
     clock.loss(b, model(b.x_t, b.t))
     with torch.no_grad():
         next(model.parameters()).add_(0.1)  # so that there would be something to learn
-    clock.updated(skipped=torch.tensor(1.0))
+    optimizer.found_inf = torch.tensor(1.0)  # as a GradScaler tells a fused one
+    optimizer.step()
     assert sampler.probes == 5
     assert sampler.skipped == skipped + 32
     assert torch.equal(sampler._queue.rows, rows)
@@ -322,6 +323,36 @@ def test_two_ranks_probe_what_one_would(place, free_port):
     alone = clock.sampler._whole_grid(probe)
     # another grouping into chunks, so another order of float32 sums
     assert torch.allclose(rows[0], alone, rtol=1e-5)
+
+
+def test_two_ranks_probe_with_the_caption_of_the_one_sample(free_port):
+    """It is rank 0's, as strings or as tokens that every rank pads to its own longest."""
+    rows = on_two(_captioned_row, free_port)
+    clock, probe = _captioned(0)
+    alone = clock.sampler._whole_grid(probe)
+    for rank in (0, 1):  # another grouping into chunks, so another order of float32 sums
+        assert torch.allclose(rows[rank], alone, rtol=1e-5)
+
+
+def _captioned(rank: int):
+    clock, probe = _probe_of(rank)
+    net = probe.predict
+
+    def predict(x_t, t, text, tokens):
+        said = torch.tensor([float(caption) for caption in text])
+        return net(x_t, t) + (said + tokens.sum((1, 2)))[:, None]
+
+    cond = {"text": [str(rank + i) for i in range(8)], "tokens": torch.full((8, 2 + rank, 1), 0.1 + rank)}
+    return clock, nc.Probe(predict, clock.schedule, clock.objective, probe.x0, cond, noise=probe.noise, modules=probe.modules)
+
+
+def _captioned_row(rank: int, port: int, results) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        clock, probe = _captioned(rank)
+        results[rank] = clock.sampler._whole_grid(probe)
+    finally:
+        dist.destroy_process_group()
 
 
 def _probe_of(rank: int, place=(None, None)):

@@ -25,7 +25,7 @@ from noiseclock.lab.errors import Failure
 from noiseclock.lab.recipes import RECIPES, Recipe
 from noiseclock.lab.train import Record
 from noiseclock.lab.trained import opened
-from small_runs import TINY, UNET, content, said, trained, unframed, words
+from small_runs import FLOW, TINY, UNET, content, said, trained, unframed, words
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -350,6 +350,13 @@ EVALUATING = {
 def test_what_cannot_be_evaluated_is_said_before_pictures_are_made(capsys, run, monkeypatch, options, message):
     monkeypatch.setattr("noiseclock.lab.trained.sampled", None)
     assert message in said(capsys, "evaluate", str(run), *options.split(), status=2)
+
+
+def test_evaluate_says_why_there_are_no_bits_in_continuous_time(capsys, tmp_path):
+    trained(replace(TINY, **FLOW, updates=1), tmp_path / "run")
+    shown = said(capsys, "evaluate", str(tmp_path / "run"), "--samples", "0", "--guidance", "2", "--device", "cpu").splitlines()
+    why = "no bits per dimension: they are those of a chain of discrete steps, and this schedule is continuous"
+    assert shown[:2] == ["averaged weights at update 1", why]  # and no word of samples, of which there are none
 
 
 def test_figures_can_be_left_out(capsys, dit):

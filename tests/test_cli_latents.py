@@ -68,6 +68,7 @@ MISTAKES = {
     "train-autoencoder digits --out x --lr inf": "noiseclock: lr must be positive, kl not negative, both finite, and seed in [0, 2**32), got lr=inf",
     "train-autoencoder digits --out x --kl nan": "got lr=0.0003, kl=nan, seed=0\n",
     "train-autoencoder digits --out x --seed 4294967296": "got lr=0.0003, kl=1e-06, seed=4294967296\n",
+    "train-autoencoder latents:x --out x": "noiseclock: latents:x is latents already; give pictures\n",
     "train-autoencoder folder:nowhere --out x": "noiseclock: there is no folder nowhere",
     "encode digits --autoencoder nowhere --out x": "noiseclock: there is no autoencoder in nowhere: it has no config.json",
     "encode latents:x --autoencoder nowhere --out x": "noiseclock: latents:x is latents already; give pictures\n",

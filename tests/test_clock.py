@@ -239,6 +239,37 @@ def test_wrapped_optimizers_are_unwrapped_and_a_second_attach_replaces_the_first
         clock.attach({})
 
 
+def test_an_update_that_the_hook_has_counted_is_not_counted_by_hand_too():
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    clock.updated()  # of a loop whose optimiser runs no hook, as in a graph that was captured before
+    optimizer.step()
+    for skipped in (False, torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"would count them twice; leave one out"):
+            clock.updated(skipped=skipped)
+    clock.updated(skipped=True)
+    assert clock.updates == 2
+    copy.deepcopy(clock).updated()  # which is not attached
+
+
+def test_replays_are_counted_by_hand_beside_the_hook_of_eager_steps(monkeypatch):
+    """As around a CUDA graph: warm-up and an epoch's short last batch run as they are."""
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    optimizer.step()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        clock._after_step(optimizer, (), {})  # what optimizer.step() does in a capture; itself it would ask the device for more
+    clock.updated()
+    optimizer.step()
+    clock.updated(skipped=torch.tensor(1.0))
+    clock.updated(skipped=torch.tensor(0.0))
+    assert clock.updates == 4
+
+
 def test_step_is_draw_loss_and_updated_in_one():
     model = Denoiser()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -416,6 +447,11 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
         (lambda: nc.Clock("linear", "uniform").loss(torch.zeros(2), None), TypeError, "takes a batch and then the prediction"),
         (lambda: nc.Clock("linear", "uniform", base="logit-normal"), ValueError, "has no effect without importance correction"),
         (lambda: nc.Clock("linear", "uniform").draw(data(), micro=(4, 4)), ValueError, r"0 <= i < n, got \(4, 4\)"),
+        (
+            lambda: nc.Clock("linear", "uniform").attach(torch.optim.SGD(Denoiser().parameters()), model=[Denoiser()]),
+            TypeError,
+            r"must be an nn.Module, got list; several are one as nn.ModuleList",
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, message):

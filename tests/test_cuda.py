@@ -6,6 +6,7 @@ from torch import nn
 
 import noiseclock as nc
 from noiseclock.core.later import Later
+from noiseclock.core.probes import map_tensors
 from noiseclock.core.weightings import WEIGHTINGS
 from small_loops import FIXED
 
@@ -129,14 +130,21 @@ def test_learned_samplers_learn_on_the_device_and_resume_there_and_on_the_cpu(sa
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert torch.isfinite(torch.as_tensor(clock.plot_data().p)).all()
     expected = run(clock, model, optimizer, 1, "cuda")
-    for device in ("cuda", "cpu"):
+    for device, read in (
+        ("cuda", state),
+        ("cpu", state),
+        ("cuda", map_tensors(torch.Tensor.cuda, state)),
+        ("cuda", map_tensors(torch.Tensor.cpu, state)),
+    ):
         again = Small().to(device)
         again.load_state_dict(weights)
-        other = nc.Clock("linear", sampler, "min-snr", seed=3).attach(torch.optim.SGD(again.parameters(), lr=1e-2))
-        other.load_state_dict(state)
-        b = other.draw(torch.ones(32, 2, device=device), predict=again)
+        optimizer = torch.optim.SGD(again.parameters(), lr=1e-2)
+        other = nc.Clock("linear", sampler, "min-snr", seed=3).attach(optimizer)
+        other.load_state_dict(read)
+        b = run(other, again, optimizer, 1, device)
         # the policy's network runs in TF32 or float32 here and in float32 there
         assert torch.allclose(b.time.cpu(), expected.time.cpu(), rtol=0, atol=1e-3)
+        run(other, again, optimizer, 2, device)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:.*no optimiser is known")

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
 
 import noiseclock.lab.train_autoencoder as lab_train_autoencoder
+import small_runs
 from noiseclock.lab import autoencoder, checkpoint
 from noiseclock.lab.autoencoder import Autoencoder, psnr
 from noiseclock.lab.data import batches, load_images
@@ -113,6 +115,18 @@ def test_a_wrong_folder_is_one_sentence(tmp_path, monkeypatch):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(Mistake, match="cannot load the AutoencoderKL in"):
         autoencoder.load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_autoencoder_without_all_its_weights_is_refused(tmp_path, kind):
+    file = saved(tmp_path, kind) / "diffusion_pytorch_model.safetensors"
+    autoencoder.load(tmp_path)
+    weights = load_file(file)
+    lost = min(weights)
+    del weights[lost]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(Mistake, match=f"the {kind} in .* lacks 1 of its weights, the first is {lost}; save it again"):
+        autoencoder.load(tmp_path)
 
 
 # --- training one -------------------------------------------------------------------------------------------------------------------------
@@ -265,11 +279,15 @@ def test_folders_of_others_are_left_alone(tmp_path, run):
     folder, _ = run
     with pytest.raises(Mistake, match=r"holds another training; .*\nlr: 0\.1 here, 0\.003 in the checkpoint"):
         trained(replace(SMALL, lr=0.1), folder)
-    saved(tmp_path)
-    before = content(tmp_path)
-    with pytest.raises(Mistake, match="holds something that was not trained by this command; choose another folder"):
-        trained(SMALL, tmp_path)
-    assert content(tmp_path) == before
+    saved(tmp_path / "autoencoder")
+    small_runs.trained(replace(small_runs.TINY, updates=1), tmp_path / "diffusion")
+    for other in ("autoencoder", "diffusion"):
+        before = content(tmp_path / other)
+        with pytest.raises(Mistake, match="holds something that was not trained by this command; choose another folder"):
+            trained(SMALL, tmp_path / other)
+        assert content(tmp_path / other) == before
+    with pytest.raises(Mistake, match=r"config.json is damaged or not of a training; choose another folder"):
+        small_runs.trained(small_runs.TINY, tmp_path / "autoencoder")
 
 
 def test_a_loss_that_is_not_finite_ends_it(tmp_path):

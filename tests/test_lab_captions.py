@@ -15,6 +15,7 @@ from noiseclock.lab.data import Files, batches, head, load
 from noiseclock.lab.encoder import Encoder
 from noiseclock.lab.errors import Mistake
 from shapes import CAPTIONS, KINDS, WORDINGS, judged, write_embedded, write_encoder, write_shapes, write_tokenizer
+from small_runs import content
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,59 @@ def test_several_files_read_like_one(place, tmp_path, monkeypatch):
     rows = torch.tensor([179, 0, 49, 50, 149, 150, 0])
     one, several = EmbeddedSet(place / "embedded")[rows], EmbeddedSet(tmp_path / "embedded")[rows]
     assert (one.float() - several.float()).abs().max() < 2e-3  # their batches differ in size
+
+
+def test_a_stopped_run_goes_on_after_its_last_whole_file(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(captions, "SHARD", 50)
+    given = (place / "pictures", place / "encoder")
+    told = "60 of 180 captions are longer than 6 tokens"
+    with pytest.warns(UserWarning, match=told):
+        embed(*given, tmp_path / "whole", length=6, batch=20)
+
+    def interrupt(done: int) -> None:
+        if done > 120:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        embed(*given, tmp_path / "set", length=6, batch=20, progress=interrupt)
+    assert not (tmp_path / "set").exists()
+    for left in (".begun.json.0123abcd.tmp", "00002.safetensors"):  # by a kill while they were written
+        (tmp_path / ".set.tmp" / left).write_bytes(b"torn")
+    done: list[int] = []
+    with pytest.warns(UserWarning, match=told):  # those of the first run are counted too
+        assert embed(*given, tmp_path / "set", length=6, batch=20, progress=done.append) == 180
+    assert done == [120, 140, 150, 170, 180]
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+    assert not (tmp_path / ".set.tmp").exists()
+
+
+@pytest.mark.parametrize("change", ["length", "encoder", "captions", "a bit"])
+def test_what_a_stopped_run_left_of_another_set_is_not_gone_on_with(place, tmp_path, monkeypatch, change):
+    monkeypatch.setattr(captions, "SHARD", 50)
+    shutil.copytree(place / "pictures", tmp_path / "pictures")
+    options = {"length": 7 if change == "length" else 8}
+    encoder = write_encoder(tmp_path / "other", seed=1) if change == "encoder" else place / "encoder"
+    with pytest.raises(ZeroDivisionError):
+        embed(tmp_path / "pictures", place / "encoder", tmp_path / "set", progress=lambda done: 1 // (done < 120))
+    if change == "captions":
+        file = tmp_path / "pictures" / "captions.jsonl"
+        file.write_text(file.read_text().replace("red", "blue"))
+    if change == "a bit":
+        with (tmp_path / ".set.tmp" / "00000.safetensors").open("r+b") as file:
+            file.seek(5000)
+            file.write(b"x")
+    embed(tmp_path / "pictures", encoder, tmp_path / "set", **options)
+    embed(tmp_path / "pictures", encoder, tmp_path / "anew", **options)
+    assert content(tmp_path / "set") == content(tmp_path / "anew")
+
+
+def test_captions_of_any_characters_come_back(place, tmp_path):
+    pictures = write_shapes(tmp_path / "pictures", 2)
+    words = ["a red\u2028circle", "a \x85 blue\u2029square \x1e"]  # line ends for Python, and for JSON none
+    lines = [json.dumps({"file": f"{i}.png", "caption": caption}, ensure_ascii=False) for i, caption in enumerate(words)]
+    (pictures / "captions.jsonl").write_text("\ufeff" + "\r\n".join(lines).replace("\x1e", "\\u001e"), encoding="utf-8", newline="")
+    assert embed(pictures, place / "encoder", tmp_path / "set") == 2
+    assert [caption for _, caption in EmbeddedSet(tmp_path / "set").rows] == words
 
 
 def test_captions_that_are_too_long_are_counted(place, tmp_path):
@@ -166,6 +220,9 @@ def test_mistakes_in_captions_are_named(place, tmp_path):
         with pytest.raises(Mistake, match=message):
             embed(pictures, encoder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+    file.write_bytes(good.encode() + b'\n{"file": "0.png", "caption": "caf\xe9"}')
+    with pytest.raises(Mistake, match=r"captions.jsonl is not text in UTF-8 \(.* at byte \d+\); save it as that"):
+        embed(pictures, encoder, tmp_path / "out")
     file.unlink()
     with pytest.raises(Mistake, match=r"there is no .*captions.jsonl"):
         embed(pictures, encoder, tmp_path / "out")

@@ -92,10 +92,16 @@ def test_evaluate_writes_it_down(folder, tmp_path, capsys, elsewhere):
     asked = ("evaluate", "run", "--samples", "0", "--vlb-images", "0", "--device", "cpu")
     text = said(capsys, *asked, "--clip", str(folder), "--clip-samples", "6", "--guidance", "2")
     assert "(6 samples, DDIM 2, with the captions of held-out images, CLIP of clip)" in text
-    (file,) = (tmp_path / "run" / "evaluations").glob("*clip-ddim-2-6-guidance-2.json")
+    (file,) = (tmp_path / "run" / "evaluations").glob("*clip-*-ddim-2-6-guidance-2.json")
     written = json.loads(file.read_text())["clip"]
     assert f"CLIP score {written['mean']:.3f}" in text
     assert written["count"] == 6
+    other = write_encoder(tmp_path / "elsewhere" / "clip", "both", seed=1)
+    assert said(capsys, *asked, "--clip", str(other), "--clip-samples", "6", "--guidance", "2") != text
+    files = sorted((tmp_path / "run" / "evaluations").glob("*.json"))
+    assert len(files) == 2  # the folders have one name, the models are two
+    assert file in files
+    assert json.loads(file.read_text())["clip"] == written
     for where, message in (
         ("nowhere", "there is no folder nowhere; give that of a CLIP model"),
         ("encoder", "'clip_text_model', which is no CLIP model"),

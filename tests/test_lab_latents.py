@@ -25,7 +25,7 @@ from noiseclock.lab.latents import Latents
 from noiseclock.lab.order import Order, flips, normals
 from noiseclock.lab.trained import evaluated, opened
 from small_autoencoders import encoded, saved
-from small_runs import TINY, UNET, content, differing, state_of, trained, wait_until
+from small_runs import EDM, TINY, UNET, content, differing, state_of, trained, wait_until
 
 # Python 3.12 warns when a process with threads forks; torch's loader forks, and its workers only read files
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -289,6 +289,22 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path, coder, cache):
         batches(load(f"latents:{unflipped}"), 4, seed=0, flip=True)
 
 
+def test_a_folder_of_other_things_stays_as_it_is(tmp_path, coder):
+    trained(replace(TINY, updates=1), tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(Mistake, match=r"holds other things, .* among them; choose another folder"):
+        encoded(tmp_path, coder)
+    assert content(tmp_path) == before
+
+
+def test_a_training_with_flips_that_cannot_be_leaves_nothing_in_its_folder(tmp_path, coder):
+    settings = on_latents(encoded(tmp_path / "unflipped", coder), updates=1)
+    with pytest.raises(Mistake, match="has no latents of mirrored pictures"):
+        trained(replace(settings, flip=True), tmp_path / "run")
+    assert content(tmp_path / "run") == {}
+    trained(settings, tmp_path / "run")  # it was refused, because of what the first had written
+
+
 def test_other_settings_do_not_go_into_the_same_folder(tmp_path, cache, coder):
     other = saved(tmp_path / "other", seed=1)
     for options, line in (
@@ -339,6 +355,19 @@ def test_a_training_on_latents_resumes_to_the_bit_and_shows_pictures(tmp_path, c
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
     with Image.open(tmp_path / "whole" / "samples" / "step-00000006.png") as grid:
         assert grid.size == (2 + 8 * (64 + 2), 2 + 8 * (64 + 2))  # 8x8 pictures, magnified, not 4x4 latents
+
+
+def test_edm_is_told_the_spread_of_latents(tmp_path, cache):
+    edm = on_latents(cache, replace(TINY, **EDM), updates=1)
+    with pytest.warns(UserWarning, match="say edm:sigma_data=1"):
+        trained(edm, tmp_path / "as it is")
+    trained(replace(edm, objective="edm:sigma_data=1"), tmp_path / "told")
+    x0, _ = next(batches(load(f"latents:{cache}"), 1000, seed=0))
+    run = opened(tmp_path / "told")
+    batch = run.clock.draw(x0)
+    # of 1000 latents of 2x4x4, of std 1 in all: Var of a square is 2 at most where they are normal, and their pixels are not independent
+    assert batch.target.square().mean() == pytest.approx(1, abs=0.1)
+    assert batch.x_t.square().mean() == pytest.approx(1, abs=0.1)
 
 
 def test_a_training_on_latents_is_sampled_and_evaluated_against_the_pictures(tmp_path, cache, statistics, monkeypatch):

@@ -45,12 +45,23 @@ def test_cifar10_sprint_is_a_narrow_model_for_20k_steps():
     assert values("cifar10-sprint", "data", "channels", "updates") == ("cifar10", 64, 20_000)
 
 
+def test_edm_is_as_released_but_for_the_network():
+    name = "cifar10-edm"
+    assert values(name, "optimizer", "lr", "betas", "weight_decay", "batch", "clip") == ("adam", 1e-3, (0.9, 0.999), 0.0, 512, 0.0)
+    assert values(name, "schedule", "objective", "sampler", "base") == ("edm", "edm", "log-normal", "log-normal")
+    assert values(name, "dropout", "solver", "solver_steps") == (0.13, "heun", 18)
+    warmup, updates, ema = values(name, "warmup", "updates", "ema")
+    assert (warmup, updates) == pytest.approx((10e6 / 512, 200e6 / 512), rel=0.03)  # images
+    assert ema == pytest.approx(0.5 ** (512 / 500e3), abs=5e-5)  # half of it is forgotten after 500,000 images
+
+
 def test_celebahq_is_table_8_of_the_adaptive_paper():
     name = "celebahq-ldm"
     assert values(name, "data", "size") == ("latents:data/celebahq-latents", None)
     assert values(name, "channels", "multipliers", "blocks", "dropout") == (224, (1, 2, 3, 4), 2, 0.0)
     assert values(name, "optimizer", "betas", "lr", "batch", "ema") == ("adamw", (0.9, 0.999), 1.92e-4, 24, 0.9999)
     assert values(name, "solver", "solver_steps") == ("ddim", 200)
+    assert values(name, "clip", "weight_decay") == (0.0, 0.01)  # LDM's own
     assert values(name, "updates") == (300 * 30_000 / 24,)  # 300 epochs of CelebA-HQ's 30,000 images
     betas = recipe_of(RECIPES[name].recipe.settings()).clock().schedule.betas
     assert (betas[0], betas[-1]) == pytest.approx((0.0015, 0.0195), rel=1e-12)  # LDM's own
@@ -65,6 +76,8 @@ def test_imagenet_is_table_9_of_the_adaptive_paper():
     assert "prints depth 12 where U-ViT-H has 28" in RECIPES[name].about
     assert values(name, "optimizer", "betas", "lr", "batch", "ema") == ("adamw", (0.99, 0.99), 2e-4, 256, 0.9999)
     assert values(name, "schedule", "updates", "solver", "solver_steps") == ("cosine", 2_100_000, "heun", 50)
+    # as U-ViT released it
+    assert values(name, "flip", "conditional", "drop_labels", "weight_decay", "warmup", "clip") == (True, True, 0.1, 0.03, 5000, 0.0)
 
 
 def test_coco_is_as_u_vit_released_it():
@@ -72,16 +85,16 @@ def test_coco_is_as_u_vit_released_it():
     assert values(name, "model", "channels", "blocks", "head_channels") == ("uvit", 512, 12, 64)  # 8 heads
     assert values(name, "data", "patch") == ("latents:data/coco-latents", 2)
     assert values(name, "optimizer", "lr", "betas", "weight_decay", "warmup", "batch") == ("adamw", 2e-4, (0.9, 0.9), 0.03, 5000, 256)
-    assert values(name, "conditional", "drop_labels", "updates", "ema") == (True, 0.1, 1_000_000, 0.9999)
+    assert values(name, "conditional", "drop_labels", "updates", "ema", "clip") == (True, 0.1, 1_000_000, 0.9999, 0.0)
 
 
 @pytest.mark.parametrize("name", ["ffhq-dit", "metfaces-dit", "imagenet-dit"])
 def test_dit_is_as_in_speed(name):
     assert values(name, "model", "channels", "blocks", "patch") == ("dit", 1152, 28, 2)  # DiT-XL/2
-    if name == "imagenet-dit":
-        assert values(name, "conditional", "drop_labels", "updates") == (True, 0.1, 400_000)
-        return
-    assert values(name, "optimizer", "lr", "schedule", "steps", "ema", "updates") == ("adamw", 1e-4, "linear", 1000, 0.9999, 50_000)
+    assert values(name, "optimizer", "lr", "weight_decay", "clip", "batch", "flip") == ("adamw", 1e-4, 0.0, 0.0, 256, True)
+    assert values(name, "schedule", "steps", "ema", "solver", "solver_steps") == ("linear", 1000, 0.9999, "ddpm", 250)
+    classes = name == "imagenet-dit"
+    assert values(name, "conditional", "drop_labels", "updates") == (classes, 0.1, 400_000 if classes else 50_000)
 
 
 # --- every recipe works -------------------------------------------------------------------------------------------------------------------
@@ -153,6 +166,8 @@ WRONG = {
     "drop_labels must lie in [0, 1), got -0.1": {"drop_labels": -0.1},
     "warmup must not be negative, got -5": {"warmup": -5},
     "unknown objective 'epsilon'": {"objective": "epsilon"},
+    "objective 'eps' takes no option 'sigma_data'; allowed: none": {"objective": "eps:sigma_data=1"},
+    "sigma_data must be positive, got -1": {"objective": "edm:sigma_data=-1"},
     "unknown optimizer 'adam2' (did you mean adam?)": {"optimizer": "adam2"},
     "unknown precision 'fp16' (did you mean bf16?)": {"precision": "fp16"},
     "unknown solver 'ddin' (did you mean ddim?)": {"solver": "ddin"},

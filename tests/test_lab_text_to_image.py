@@ -188,17 +188,26 @@ def test_a_training_on_latents_is_told_captions_and_goes_on_to_the_bit(place, la
     assert np.load("asked.npz")["arr_0"].shape == (2, 16, 16, 3)
 
 
-def test_captions_that_changed_or_went_are_named(place, latents, tmp_path):
+@pytest.mark.parametrize("change", ["a picture", "a caption"])
+def test_captions_that_changed_or_went_are_named(place, latents, tmp_path, change):
     moved = shutil.copytree(place, tmp_path / "moved")
-    coder = small_autoencoders.saved(tmp_path / "coder", channels=3)
-    made = small_autoencoders.encoded(tmp_path / "latents", coder, f"captions:{moved / 'embedded'}", batch=16, shard_size=32)
+    again = (small_autoencoders.saved(tmp_path / "coder", channels=3), f"captions:{moved / 'embedded'}")
+    made = small_autoencoders.encoded(tmp_path / "latents", *again, batch=16, shard_size=32)
     assert torch.equal(head(load(f"latents:{made}"), 3)[1], head(load(f"latents:{latents}"), 3)[1])
-    (moved / "pictures" / "0.png").unlink()
-    with pytest.raises(Mistake, match=r"has other pictures than when .* was made of it"):
-        head(load(f"latents:{made}"), 3)
+    file = moved / "pictures" / "captions.jsonl"
+    if change == "a picture":  # as many as before, in another order
+        (moved / "pictures" / "0.png").rename(moved / "pictures" / "renamed.png")
+        file.write_text(file.read_text().replace('"0.png"', '"renamed.png"'))
+    else:
+        file.write_text(file.read_text().replace("red circle", "blue square"))
     shutil.rmtree(moved / "embedded")
     with pytest.raises(Mistake, match="holds no embedded captions"):
         head(load(f"latents:{made}"), 3)
+    embed(moved / "pictures", moved / "encoder", moved / "embedded")
+    with pytest.raises(Mistake, match=r"has other pictures or captions than when .* was made of it"):
+        head(load(f"latents:{made}"), 3)
+    with pytest.raises(Mistake, match="holds other latents"):
+        small_autoencoders.encoded(made, *again, batch=16, shard_size=32)
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------------------------
@@ -274,10 +283,10 @@ def test_samples_show_what_the_caption_says(tmp_path):
     wanted = [kind for kind in KINDS for _ in WORDINGS] * 4
     shares = {}
     for guidance in (1.0, 2.0):
-        shown = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), guidance=guidance, prompts=prompts))
+        shown = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), guidance=guidance, asked=prompts))
         shares[guidance] = sum(mine == theirs for mine, theirs in zip(shown, wanted, strict=True)) / len(wanted)
     print(f"shown as told: {shares}")
     assert shares[2.0] >= 0.9  # by chance it were 1/12
     assert shares[2.0] >= shares[1.0]
-    withheld = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), prompts=run.net.null[None]))
+    withheld = judged(sampled(run.net, run.recipe, run.clock, run.data, len(wanted), asked=run.net.null[None]))
     assert sum(mine == theirs for mine, theirs in zip(withheld, wanted, strict=True)) / len(wanted) < 0.25

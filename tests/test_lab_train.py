@@ -184,6 +184,19 @@ def test_validation_is_the_averaged_model_on_held_out_images_at_fixed_noise(tmp_
     assert found["density"] == pytest.approx([1.0] * 20, abs=1e-12)
 
 
+@pytest.mark.parametrize("sampler", ["uniform", "log-normal", "variance-optimal"])
+def test_the_held_out_loss_is_the_mean_over_the_density_that_is_meant(tmp_path, sampler):
+    """Whatever is sampled, so that methods are held to one objective: EDM means a log-normal density, and every sampler of it is told so."""
+    settings = replace(TINY, **EDM, sampler=sampler, updates=1, validate_every=1)
+    trained(settings, tmp_path)
+    (found,) = (line for line in lines(tmp_path) if line["kind"] == "validation")
+    time, loss = (np.array(found[name]) for name in ("time", "loss_by_time"))
+    log_sigma = np.log(0.002) + np.log(80 / 0.002) * time
+    density = np.exp(-(((log_sigma + 1.2) / 1.2) ** 2) / 2)
+    assert found["loss"] == pytest.approx((loss * density).sum() / density.sum(), rel=1e-9)
+    assert found["loss"] != pytest.approx(loss.mean(), rel=1e-2)
+
+
 def test_a_look_at_the_model_does_not_change_what_is_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(lab_train, "VALIDATION", 4)
     monkeypatch.setattr(lab_train, "TIMES", 5)

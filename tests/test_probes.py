@@ -5,6 +5,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,24 +87,43 @@ def labelled(labels, x_t, t, model):
     return model(x_t, t, labels)
 
 
-@pytest.mark.parametrize("how", ["closure", "partial", "mapping", "global"])
+@pytest.mark.parametrize("how", ["closure", "partial", "mapping", "global", "captions"])
 def test_labels_that_predict_brings_along_are_told_of(how):
     """They stay those of the whole batch, in its order, whatever samples are put through the model: wrong labels at best."""
     model, x0, labels = Denoiser(conditions=1), data(), torch.arange(16.0)[:, None]
-    extra = {"labels": labels, "scale": torch.ones(3)}
+    extra, captions = {"labels": labels, "scale": torch.ones(3)}, [None, *"123456789abcdef"]
     scope = {"model": model, "labels": labels, "sample": torch.zeros(16)}
     predict = {
         "closure": lambda x, t: model(x, t, labels),
         "partial": functools.partial(labelled, labels, model=model),
         "mapping": lambda x, t: model(x, t, extra["labels"]),
         "global": eval("lambda x, t: model(x, t, labels)", scope),
+        "captions": lambda x, t: model(x, t, torch.tensor([[float(caption is None)] for caption in captions])),
     }[how]
-    name = {"partial": "argument 0", "mapping": r"extra\['labels'\]"}.get(how, "labels")
+    name = {"captions": "captions", "partial": "argument 0", "mapping": r"extra\['labels'\]"}.get(how, "labels")
     with pytest.warns(UserWarning, match=f"predict brings along {name}, with a row for each sample .* as cond, and let"):
         nc.Clock("linear", Probing()).draw(x0, predict=predict)
     # as it should be written, and what only looks alike: warnings are errors here
     nc.Clock("linear", Probing()).draw(x0, predict=model, cond=labels)
     nc.Clock("linear", Probing()).draw(x0, predict=eval("lambda x, t: [o := model(x, t), o.sample if 0 else o][1]", {**scope, "model": Denoiser()}))
+
+
+def test_a_model_that_fails_in_a_probe_is_probed_anew():
+    """By a user who leaves such a batch out and goes on. Adaptive took the measure of one batch for another's."""
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.Adaptive(every=1, stride=100)).attach(optimizer, model=model)
+
+    def fails(x_t, t):
+        raise RuntimeError("mine")
+
+    clock.draw(data(16), predict=model)  # of which no update is made
+    with pytest.raises(RuntimeError, match="mine"):
+        clock.draw(data(8), predict=fails)
+    b = clock.draw(data(8), predict=model)
+    clock.loss(b, model(b.x_t, b.t)).mean().backward()
+    optimizer.step()
+    assert clock.sampler.probes == 1
 
 
 def test_a_probing_sampler_without_a_model_says_so():
@@ -254,8 +274,12 @@ class Caption:
         (Prompt(torch.arange(8), 7.5), lambda cond: cond.number.tolist()),
         (Caption(torch.arange(8)), lambda cond: cond.number.tolist()),
         ([torch.arange(8)], lambda cond: cond[0].tolist()),
+        ([None if i == 5 else str(i) for i in range(8)], lambda cond: [5 if text is None else int(text) for text in cond]),  # as guidance leaves them
+        ([None if i == 5 else torch.full((i + 5, 2), i) for i in range(8)], lambda cond: [5 if c is None else int(c[0, 0]) for c in cond]),
+        (list(range(8)), lambda cond: cond),
+        ({"cond": np.arange(8)}, lambda cond: cond.tolist()),
     ],
-    ids=["strings", "tuple of strings", "strings within", "ragged", "named tuple", "dataclass", "list of batches"],
+    ids=["strings", "tuple of strings", "strings within", "ragged", "named tuple", "dataclass", "batches", "withheld", "partly", "numbers", "array"],
 )
 def test_every_sample_keeps_its_own_conditioning(cond, number):
     seen = []
@@ -274,6 +298,12 @@ def test_every_sample_keeps_its_own_conditioning(cond, number):
 def test_tensors_that_are_as_many_as_the_samples_are_whole_batches():
     pair = take_rows((torch.arange(2), torch.arange(2) + 5), torch.tensor([1]), 2)
     assert [part.tolist() for part in pair] == [[1], [6]]
+    labels, nothing = take_rows((torch.arange(2), None), torch.tensor([1]), 2)
+    assert (labels.tolist(), nothing) == ([1], None)
+
+
+def test_a_size_is_not_taken_for_as_many_labels():
+    assert take_rows({"size": (64, 32)}, torch.tensor([1]), 2) == {"size": (64, 32)}
 
 
 def test_a_blend_shows_the_model_to_its_parts():

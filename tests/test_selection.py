@@ -5,6 +5,7 @@ import pytest
 import scipy.stats
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from noiseclock.core.selection import Queue, best_by_f, best_by_greed, evenly, f_statistic, r_squared
 
@@ -104,6 +105,14 @@ def test_a_row_of_a_broken_sample_is_left_out():
     queue.push(partly)
     assert len(queue.selected) == 2
     assert before.isdisjoint(queue.selected.tolist())
+
+
+def test_a_queue_that_was_read_onto_a_gpu_is_back_on_the_host():
+    """As by torch.load(..., map_location="cuda"). A row on the host could not be joined to it. Fake tensors need no such device."""
+    with FakeTensorMode():
+        queue = Queue(size=4, columns=10, count=3, select="f")
+        queue.load_state_dict({"rows": torch.zeros(3, 10, device="cuda"), "selected": torch.zeros(3, dtype=torch.long, device="cuda")})
+        assert queue.rows.device.type == queue.selected.device.type == "cpu"
 
 
 def test_queue_state():

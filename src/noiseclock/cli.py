@@ -80,6 +80,8 @@ class Sample:
     """.png for a grid, .npz for an array, else a folder of PNG files"""
     count: int = 64
     """how many"""
+    label: tuple[int, ...] = ()
+    """numbers of classes to make pictures of, in turn; all of them unless given"""
     prompt: tuple[str, ...] = ()
     """captions to make pictures of, in turn; those of held-out images unless given"""
     encoder: str = ""
@@ -287,17 +289,36 @@ def sample(argv: list[str]) -> int:
     run = opened(options.folder, step=options.step, device=device, images=False)
     if options.encoder and not options.prompt:
         raise Mistake('--encoder is for a prompt, and there is none; give one as --prompt "a red circle"')
-    from noiseclock.lab.captions import prompted
-
-    prompts = prompted(run.net, options.prompt, options.encoder, device=device) if options.prompt else None
+    asked = _asked(options, run.net, device)
     with _bar("sampling", options.count * (options.steps or run.recipe.solver_steps)) as progress:
         images = sampled(
             run.net, run.recipe, run.clock, run.data, options.count, seed=options.seed, guidance=options.guidance, solver=options.solver,
-            steps=options.steps, batch=options.batch, device=device, progress=progress, prompts=prompts,
+            steps=options.steps, batch=options.batch, device=device, progress=progress, asked=asked,
         )  # fmt: skip
     pictures.save(images, options.out)
     console.print(f"{options.out}: {options.count:,} samples of {options.folder} at update {run.step:,}")
     return 0
+
+
+def _asked(options: Sample, net: Any, device: str) -> Any:
+    """The classes (m,) or embedded captions (m, L, D) to make pictures of; None for those that there are."""
+    import torch
+
+    from noiseclock.lab.captions import prompted
+
+    if options.prompt and options.label:
+        raise Mistake("a model is told classes or captions, not both; give --label or --prompt")
+    if (asked := len(options.prompt or options.label)) > options.count:
+        raise Mistake(f"{asked} classes or captions do not fit into {options.count} pictures; raise --count")
+    if options.prompt:
+        return prompted(net, options.prompt, options.encoder, device=device)
+    if not options.label:
+        return None
+    if not isinstance(net.null, int):
+        raise Mistake("this model was not trained on classes, so it knows no label; leave --label out")
+    if not all(0 <= label < net.null for label in options.label):
+        raise Mistake(f"this model knows the labels 0 to {net.null - 1}, got {' '.join(map(str, options.label))}")
+    return torch.tensor(options.label)
 
 
 def embed(argv: list[str]) -> int:

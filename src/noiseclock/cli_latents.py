@@ -12,7 +12,8 @@ import tyro
 from noiseclock.cli import _bar as bar, _check_device as check_device, _parsed as parsed, console
 from noiseclock.lab.autoencoder_settings import Settings
 
-Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA", help="pictures: digits, mnist, cifar10, folder:PATH or hf:NAME_OR_PATH")]
+PICTURES = "digits, mnist, cifar10, folder:PATH, hf:NAME_OR_PATH or captions:PATH"
+Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA", help=f"pictures: {PICTURES}")]
 LINES = 20  # of progress, where there is no terminal
 
 
@@ -40,7 +41,7 @@ class Encode:
     out: str
     """folder of the latents"""
     size: int | None = None
-    """side to which folder and hf pictures are cropped and resized"""
+    """side to which folder, hf and captions pictures are cropped and resized"""
     flip: bool = False
     """the mirrored pictures too, without which a training cannot flip"""
     batch: int = 32

@@ -297,7 +297,8 @@ class Adaptive(Sampler):
         device = probe.x0.device
         size = ranks.least(len(probe.x0), device)  # the last batch of an epoch may differ between ranks
         row = torch.full((1,), self.probes % size, device=device)
-        x0, cond, noise = ranks.from_first((probe.x0[row], take_rows(probe.cond, row, len(probe.x0)), probe.noise[:size]))
+        x0, noise = ranks.from_first(probe.x0[row]), ranks.from_first(probe.noise[:size])
+        cond = ranks.anything_from_first(take_rows(probe.cond, row, len(probe.x0)), device)
         alone = Probe(
             probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast,
             rows=None if probe.rows >= size else probe.rows,

@@ -39,7 +39,7 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
     parameters = inspect.signature(make).parameters
     for option in options:
         if option not in parameters:
-            raise TypeError(f"{kind} {thing!r} takes no option {option!r}; allowed: {', '.join(parameters)}")
+            raise TypeError(f"{kind} {thing!r} takes no option {option!r}; allowed: {', '.join(parameters) or 'none'}")
     missing = [name for name, p in parameters.items() if p.default is p.empty and name not in options]
     if missing:
         raise TypeError(f"{kind} {thing!r} needs {', '.join(missing)}")

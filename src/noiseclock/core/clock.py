@@ -57,7 +57,7 @@ class Clock:
       objective; otherwise that is "eps".
     - base: the density over time that the objective means.
     - correct: "importance" puts base/p on the loss, "none" does not, "auto" does as the sampler declares.
-    - seed: of times and noise.
+    - seed: of times and noise. Two clocks of one seed draw alike.
     - rank, world_size: those of torch.distributed where it runs, unless given.
     - probe_rows: the most samples that a probe puts through the model at once, the batch's size unless given. Fewer take less memory, more
       keep a GPU busier.
@@ -93,6 +93,7 @@ class Clock:
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
         self._hook: Any = None
+        self._hook_counts: bool | None = None  # all updates? None before the first; not once a graph was captured, whose replays it does not see
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
         self.corrected = sampler.corrects if correct == "auto" else correct == "importance"
@@ -145,8 +146,8 @@ class Clock:
         """Noise a batch x0 (B, ...) at newly drawn times.
 
         predict: the model, as `predict(x_t, t)` or with `cond`; samplers that probe need it. cond: a mapping goes to the model as keywords,
-        anything else as a third argument; probes take rows of its tensors and of lists with one string or tensor for each sample. noise: (B, ...),
-        drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so that the times are stratified over all of them.
+        anything else as a third argument; probes take rows of its tensors, and of lists with one string, tensor, number or None for each sample.
+        noise: (B, ...), drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so that times are stratified over all of them.
         """
         check_batch(x0, noise)
         if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
@@ -253,26 +254,37 @@ class Clock:
         optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; or call clock.updated() after each update")
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; several are one as nn.ModuleList([...])")
         if self._hook is not None:
             self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._after_step)
+        self._hook_counts = None
         self.optimizer = optimizer
         self._model = None if model is None else [model]
         return self
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._hook_counts = False
             return  # nothing has happened yet: each replay is told by `updated`
+        self._hook_counts = self._hook_counts is not False
         # A GradScaler leaves out the step of most optimisers when a gradient is infinite, and then this hook does not run. Fused ones run and
         # decide on the device.
         found_inf = getattr(optimizer, "found_inf", None)
-        self.updated(skipped=False if found_inf is None else found_inf)
+        self._updated(False if found_inf is None else found_inf)
 
     def updated(self, *, skipped: bool | Tensor = False) -> None:
-        """An optimiser update was made, or `skipped`. `attach` calls this; call it yourself after a graph replay.
+        """An optimiser update was made, or `skipped`: call it after a graph replay, or where no optimiser is attached, whose hook counts by itself.
 
-        skipped: was the update left out? It may be a tensor on the device, which is waited for only where what comes next depends on it.
+        skipped: was the update left out? True is right after a skipped step in any loop. It may be a tensor on the device, which is waited for only
+        where what comes next depends on it.
         """
+        if self._hook_counts and (isinstance(skipped, Tensor) or not skipped):
+            raise ValueError("the attached optimiser's updates are counted by its hook, and clock.updated() would count them twice; leave one out")
+        self._updated(skipped)
+
+    def _updated(self, skipped: bool | Tensor) -> None:
         if isinstance(skipped, Tensor):
             if (self._probe is not None and self.sampler.must_know) or self.sampler.counts_updates or self.base.counts_updates:
                 skipped = bool(skipped)
@@ -331,15 +343,16 @@ class Clock:
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
-        self._probe = Probe(
+        self._probe, self._paired = None, False  # until the model was seen: a user may go on after an error of its own
+        probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
             optimizer=self.optimizer,
         )  # fmt: skip
-        self._paired = False
-        rows = self._probe.rows
-        self.sampler.before(self._probe)
-        if self._probe.rows < rows:  # memory ran out, and would again
-            self.probe_rows = self._probe.rows
+        rows = probe.rows
+        self.sampler.before(probe)
+        if probe.rows < rows:  # memory ran out, and would again
+            self.probe_rows = probe.rows
+        self._probe = probe
 
     def _too_small(self, x0: Tensor) -> bool:
         least = self.sampler.least_batch
@@ -467,7 +480,8 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what belongs to one optimiser or one step stays behind, and a copy must be attached anew."""
-        return {**self.__dict__, "_hook": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_paired": False}
+        left = {"_hook": None, "_hook_counts": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_paired": False}
+        return {**self.__dict__, **left}
 
 
 def _objective(given: str | Objective | None, schedule: Any) -> Objective:

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +39,7 @@ def modules_of(predict: Any) -> list[nn.Module]:
 
 
 def rows_held(predict: Any, batch: int) -> list[str]:
-    """The names of what a function or partial brings along with one row for each of `batch` samples, be it a tensor or in a mapping."""
+    """The names of what a function or partial brings along with one row for each of `batch` samples: tensors and captions, also in a mapping."""
     held: dict[str, Any] = {}
     if isinstance(predict, functools.partial):
         held = {**{f"argument {i}": value for i, value in enumerate(predict.args)}, **predict.keywords}
@@ -48,7 +49,7 @@ def rows_held(predict: Any, batch: int) -> list[str]:
         named = {instruction.argval for instruction in dis.get_instructions(predict) if instruction.opname == "LOAD_GLOBAL"}
         held = {**{name: value for name, value in seen.globals.items() if name in named}, **seen.nonlocals}
     inner = {f"{name}[{key!r}]": part for name, value in held.items() if isinstance(value, Mapping) for key, part in value.items()}
-    return [name for name, value in (held | inner).items() if isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch > 1]
+    return [name for name, value in (held | inner).items() if batch > 1 and (_has_rows(value, batch) or _captions(value, batch))]
 
 
 @contextmanager
@@ -101,19 +102,33 @@ def map_tensors(f: Callable[[Tensor], Tensor], thing: Any) -> Any:
 
 
 def take_rows(cond: Any, rows: Tensor, batch: int) -> Any:
-    """Conditioning for some rows of a batch: of every tensor with `batch` rows, and of every list of one string or tensor for each sample."""
-    if isinstance(cond, Tensor):
-        return cond[rows] if cond.ndim > 0 and len(cond) == batch else cond
-    if isinstance(cond, (list, tuple)) and len(cond) == batch and _one_for_each(cond):
+    """Conditioning for some rows of a batch: of every tensor or array with `batch` rows, and of every list with one thing for each sample."""
+    if isinstance(cond, (Tensor, np.ndarray)):
+        if not _has_rows(cond, batch):
+            return cond
+        return cond[rows] if isinstance(cond, Tensor) else cond[rows.cpu().numpy()]
+    if isinstance(cond, (list, tuple)) and not hasattr(cond, "_fields") and len(cond) == batch and _one_for_each(cond):
         return type(cond)(cond[i] for i in rows.tolist())
     return _parts(lambda part: take_rows(part, rows, batch), cond)
 
 
+def _has_rows(thing: Any, batch: int) -> bool:
+    return isinstance(thing, (Tensor, np.ndarray)) and thing.ndim > 0 and len(thing) == batch
+
+
+def _captions(thing: Any, batch: int) -> bool:
+    return isinstance(thing, (list, tuple)) and len(thing) == batch and any(isinstance(item, str) for item in thing)
+
+
 def _one_for_each(items: Sequence[Any]) -> bool:
-    """Captions, or embeddings that differ in length; tensors that all have as many rows as there are of them are whole batches."""
-    if all(isinstance(item, Tensor) for item in items):
-        return not all(item.ndim > 0 and len(item) == len(items) for item in items)
-    return all(isinstance(item, str) for item in items)
+    """Captions, labels, or embeddings that differ in length, some of them None where guidance withholds them.
+
+    Tensors that all have as many rows as there are of them are whole batches. A tuple of numbers is one thing, such as a size.
+    """
+    if tensors := [item for item in items if isinstance(item, (Tensor, np.ndarray))]:
+        return not all(_has_rows(tensor, len(items)) for tensor in tensors)
+    allowed = (str, type(None)) if isinstance(items, tuple) else (str, type(None), int, float)
+    return all(isinstance(item, allowed) for item in items)
 
 
 class Probe:

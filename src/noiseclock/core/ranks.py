@@ -62,14 +62,25 @@ def gathered(x: Tensor) -> list[Tensor]:
     return found
 
 
-def from_first(thing: Any) -> Any:
-    """Rank 0's tensors on every rank, within mappings and sequences too; their shapes must be the same everywhere."""
-    if not active():
-        return thing
-
-    def share(x: Tensor) -> Tensor:
+def from_first(x: Tensor) -> Tensor:
+    """Rank 0's tensor on every rank; its shape must be the same everywhere."""
+    if active():
         x = x.clone().contiguous()
         dist.broadcast(x, 0)
-        return x
+    return x
 
-    return map_tensors(share, thing)
+
+def anything_from_first(thing: Any, device: torch.device) -> Any:
+    """What rank 0 has, on every rank, be it captions or tensors of other shapes than there; tensors that are not on the host go to `device`."""
+    if not active():
+        return thing
+    on_host: list[bool] = []
+
+    def sent(x: Tensor) -> Tensor:
+        on_host.append(x.device.type == "cpu")
+        return x.detach().cpu()
+
+    parcel = [(map_tensors(sent, thing), on_host)]
+    dist.broadcast_object_list(parcel, 0, device=device)
+    found, stays = parcel[0][0], iter(parcel[0][1])
+    return map_tensors(lambda x: x if next(stays) else x.to(device), found)

@@ -133,4 +133,5 @@ class Queue:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)
-        self.rows, self.selected = state["rows"].clone(), state["selected"].clone()
+        # a checkpoint may have been read onto a GPU
+        self.rows, self.selected = (state[name].to("cpu", copy=True) for name in ("rows", "selected"))

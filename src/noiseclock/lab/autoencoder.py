@@ -117,8 +117,11 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu") 
 
     try:
         with torch.random.fork_rng(devices=[]):  # a running training must not notice that weights are initialised before loading
-            net = getattr(diffusers, name).from_pretrained(str(folder), local_files_only=True, low_cpu_mem_usage=False)
+            make = getattr(diffusers, name).from_pretrained
+            net, info = make(str(folder), local_files_only=True, low_cpu_mem_usage=False, output_loading_info=True)
     except Exception as error:  # from the file system, safetensors or torch: anything may be wrong with the files
         raise Mistake(f"cannot load the {name} in {folder} ({str(error).strip().partition(chr(10))[0]}); save it again") from error
+    if absent := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):  # diffusers initialises these at random
+        raise Mistake(f"the {name} in {folder} lacks {len(absent)} of its weights, the first is {absent[0]}; save it again")
     net = deepcopy(net).float().to(device)  # a copy, because the weights are mapped from a file that may be replaced
     return Autoencoder(net.eval().requires_grad_(False))

@@ -16,7 +16,7 @@ class Settings:
 
     data: str
     size: int | None = None
-    """side to which folder and hf pictures are cropped and resized"""
+    """side to which folder, hf and captions pictures are cropped and resized"""
     flip: bool = False
     """mirror half of the pictures"""
     channels: int = 32

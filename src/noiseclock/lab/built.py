@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -43,13 +44,21 @@ def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
     )  # fmt: skip
 
 
+def told_held_out(recipe: Recipe, held_out: Data, *, warn: bool = True) -> bool:
+    """Is the model told the labels or captions of held-out images? A conditional one is told "no class" where they have none, and that is said."""
+    if recipe.conditional and held_out.labels is None and warn:
+        untrained = "" if recipe.drop_labels else ", which it has not learned to be, because drop_labels is 0"
+        warnings.warn(f"{held_out.name} has no labels, so the model is measured there as one that is told no class{untrained}", stacklevel=2)
+    return recipe.conditional and held_out.labels is not None
+
+
 def sampled(
     net: Any, recipe: Recipe, clock: Clock, data: Data, n: int, *, seed: int = 0, guidance: float = 1.0,
     solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
-    prompts: Tensor | None = None,
+    asked: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of all classes in turn, of the embedded
-    `prompts` (m, L, D) in turn, or of the captions of held-out images; of latents, decoded.
+    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of the classes (m,) or embedded captions (m, L, D)
+    that are `asked` for in turn, else of all classes in turn or of the captions of held-out images; of latents, decoded.
 
     On a GPU every batch has the same size, `batch` at most, because a graph belongs to one; the network is compiled where the recipe says so and
     there are enough steps to pay for the minute that it takes.
@@ -62,9 +71,13 @@ def sampled(
         batch = -(-n // count)
         n = count * batch
         predict = CapturedForward(torch.compile(net, dynamic=False) if recipe.compile and n * steps >= WORTH_COMPILING else net)  # type: ignore[arg-type]
-    labels = torch.arange(n) % data.classes if recipe.conditional and data.classes else None
-    if recipe.conditional and data.texts is not None:
-        labels = data.texts.held_out(n) if prompts is None else prompts[torch.arange(n) % len(prompts)]
+    if guidance != 1 and recipe.conditional and not recipe.drop_labels:
+        raise Mistake("guidance leads away from what a model makes if told nothing, which this one never was: it was trained with drop_labels 0")
+    labels = None
+    if recipe.conditional and asked is not None:
+        labels = asked[torch.arange(n) % len(asked)]
+    elif recipe.conditional:
+        labels = data.texts.held_out(n) if data.texts is not None else torch.arange(n) % data.classes if data.classes else None
     null = net.null if labels is not None else None
     # without a cache: a captured graph would read casts that are gone
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):

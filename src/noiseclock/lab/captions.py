@@ -14,9 +14,9 @@ file may have several lines. The embedded set is a folder of
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -31,11 +31,12 @@ from torch import Tensor
 
 from noiseclock.lab.encoder import Embedded, Encoder
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import checksum, write_json
+from noiseclock.lab.folder import checksum, lock, sync, write_json
 from noiseclock.lab.sources import Folder
 from noiseclock.lab.stored import Stored
 
 CAPTIONS, INDEX, EMPTY = "captions.jsonl", "index.json", "empty.safetensors"
+BEGUN = "begun.json"  # in the folder that becomes the embedded set: the files that are whole, and what they are made of
 SHARD = 8192  # captions of one file: 1 GB of CLIP ViT-L/14's
 SAME = 0.02  # by which two devices may differ in an embedding of order one
 
@@ -47,8 +48,12 @@ def read_captions(file: Path) -> list[tuple[str, str]]:
     """(picture, caption) of every line, pictures as paths relative to the file's folder."""
     if not file.is_file():
         raise Mistake(f'there is no {file}; write one, with a line {{"file": "1.png", "caption": "a red circle"}} for each picture')
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start:,}); save it as that") from error
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut a caption in two at characters that JSON may hold
         if not line.strip():
             continue
         try:
@@ -76,6 +81,7 @@ def embed(
 ) -> int:
     """Write the embedded captions of a folder of pictures into the new folder `out`; returns how many there are.
 
+    It is there when it is whole. A run that was stopped goes on after its last whole file when it is run again, from a hidden folder beside `out`.
     length: tokens of a caption; the encoder's own unless given. progress: told how many are done.
     """
     pictures, out = Path(pictures).expanduser(), Path(out).expanduser()
@@ -87,46 +93,65 @@ def embed(
     if absent := sorted({file for file, _ in rows if not (pictures / file).is_file()}):
         raise Mistake(f"{pictures / CAPTIONS} names {len(absent)} files that are not there, the first is {absent[0]}")
     encode = Encoder(encoder, length=length, device=device)
-    files, done = {}, 0
+    made_of = {"captions": checksum(pictures / CAPTIONS), "encoder": encode.digest, "length": encode.length, "shard": SHARD}
     unfinished = out.with_name(f".{out.name}.tmp")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        files[EMPTY] = _write(unfinished / EMPTY, encode([""]))
-        for start in range(0, len(rows), SHARD):
-            parts = []
-            for first in range(start, min(start + SHARD, len(rows)), batch):
-                parts.append(encode([caption for _, caption in rows[first : min(first + batch, start + SHARD)]]))
-                done += len(parts[-1].mask)
-                if progress is not None:
-                    progress(done)
-            name = f"{start // SHARD:05d}.safetensors"
-            files[name] = _write(unfinished / name, Embedded(torch.cat([p.tokens for p in parts]), torch.cat([p.mask for p in parts])))
-        lines = [json.dumps({"file": file, "caption": caption}, ensure_ascii=False) for file, caption in rows]
-        (unfinished / CAPTIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        files[CAPTIONS] = checksum(unfinished / CAPTIONS)
-        # relative: the two folders may be moved together
-        place = os.path.relpath(pictures.resolve(), out.resolve())
-        index = {"encoder": encode.name, "length": encode.length, "width": parts[-1].tokens.shape[2], "captions": len(rows), "shard": SHARD}
-        write_json(unfinished / INDEX, {**index, "pictures": place, "sha256": files})
-        if out.exists():
-            out.rmdir()
-        unfinished.replace(out)
+        with lock(unfinished):
+            files, cut = _kept(unfinished, made_of)
+            empty = encode([""])
+            files[EMPTY] = _write(unfinished / EMPTY, empty)
+            for start in range(0, len(rows), SHARD):
+                name, behind = f"{start // SHARD:05d}.safetensors", min(start + SHARD, len(rows))
+                if name not in files:
+                    parts = []
+                    for first in range(start, behind, batch):
+                        parts.append(encode([caption for _, caption in rows[first : min(first + batch, behind)]]))
+                        if progress is not None:
+                            progress(min(first + batch, behind))
+                    whole = Embedded(torch.cat([p.tokens for p in parts]), torch.cat([p.mask for p in parts]))
+                    files[name] = _write(unfinished / name, whole)
+                    write_json(unfinished / BEGUN, {"made of": made_of, "sha256": files, "cut": cut + encode.cut})
+            lines = [json.dumps({"file": file, "caption": caption}, ensure_ascii=False) for file, caption in rows]
+            (unfinished / CAPTIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            files[CAPTIONS] = checksum(unfinished / CAPTIONS)
+            # relative: the two folders may be moved together
+            place = os.path.relpath(pictures.resolve(), out.resolve())
+            index = {"encoder": encode.name, "length": encode.length, "width": empty.tokens.shape[2], "captions": len(rows), "shard": SHARD}
+            write_json(unfinished / INDEX, {**index, "pictures": place, "sha256": files})
+            for name in (BEGUN, ".lock"):
+                (unfinished / name).unlink(missing_ok=True)
+            if out.exists():
+                out.rmdir()
+            unfinished.replace(out)
     except (OSError, SafetensorError) as error:
-        raise Failure(f"could not write {out}: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    _say_what_was_cut(encode, len(rows))
+        raise Failure(f"could not write {out} ({error}); run the same again to go on") from error
+    _say_what_was_cut(cut + encode.cut, encode.length, len(rows))
     return len(rows)
 
 
-def _say_what_was_cut(encode: Encoder, of: int) -> None:
-    if encode.cut:
-        warnings.warn(f"{encode.cut} of {of} captions are longer than {encode.length} tokens; the rest of them was cut off", stacklevel=3)
+def _kept(unfinished: Path, made_of: Mapping[str, Any]) -> tuple[dict[str, str], int]:
+    """The files, with their checksums, that a run which was stopped has left of the same, and how many captions it has cut off; all else goes."""
+    files, cut = {}, 0
+    try:
+        begun = json.loads((unfinished / BEGUN).read_bytes())
+        if begun["made of"] == made_of and all(checksum(unfinished / name) == known for name, known in begun["sha256"].items()):
+            files, cut = dict(begun["sha256"]), int(begun["cut"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is none, or a damaged one
+    for path in unfinished.iterdir():
+        if path.name not in (*files, BEGUN, ".lock"):
+            path.unlink()
+    return files, cut
+
+
+def _say_what_was_cut(cut: int, length: int, of: int) -> None:
+    if cut:
+        warnings.warn(f"{cut} of {of} captions are longer than {length} tokens; the rest of them was cut off", stacklevel=3)
 
 
 def _write(path: Path, embedded: Embedded) -> str:
     save_file({"tokens": embedded.tokens.contiguous(), "mask": embedded.mask.contiguous()}, path)
+    sync(path)
     return checksum(path)
 
 
@@ -210,6 +235,14 @@ class Texts:
         """(L, D) float16: the empty caption, which a model is told where the caption is withheld."""
         return self._embedded.empty
 
+    @cached_property
+    def known_by(self) -> str:
+        """Letters that stand for the pictures and their captions, in this order, whatever embedded them."""
+        total, rows = hashlib.sha256(), self._order.tolist()
+        for first, count in zip(self._first.tolist(), self._count.tolist(), strict=True):
+            total.update(json.dumps([self._embedded.rows[row] for row in rows[first : first + count]]).encode())
+        return total.hexdigest()[:16]
+
     def drawn(self, images: Tensor, uniforms: Tensor) -> Tensor:
         """(n, L, D) float16: for each of the images (n,) one of its captions, chosen by uniforms (n,) in [0, 1)."""
         place = (uniforms * self._count[images]).long().minimum(self._count[images] - 1)
@@ -267,7 +300,7 @@ def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | to
     tokens = encode(["", *prompts]).seen()
     if not _alike(tokens[0], net.null):
         raise Mistake(f"{encoder} is not the encoder that this model's captions were embedded with: its empty caption is another")
-    _say_what_was_cut(encode, len(prompts))
+    _say_what_was_cut(encode.cut, encode.length, len(prompts))
     return tokens[1:]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from noiseclock.lab.cache import digest
 from noiseclock.lab.encoder import kind_of, loaded, tokenized, tokenizer_of
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.evaluate import made_by
@@ -27,12 +28,16 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 
 @dataclass(frozen=True)
 class ClipScore:
-    """The mean of 100·cos between pictures and captions, its standard error, how many there were, by what model, and how they were made."""
+    """The mean of 100·cos between pictures and captions, its standard error, how many there were, by what model, and how they were made.
+
+    known_by: letters that stand for the model's weights, because two may lie in folders of one name.
+    """
 
     mean: float
     error: float
     count: int
     network: str
+    known_by: str = ""
     solver: str | None = None
     steps: int | None = None
 
@@ -51,6 +56,7 @@ class CLIP:
         self.tokenizer = tokenizer_of(self.folder)
         self.title = f"CLIP of {self.folder.resolve().name}"
         self._mean, self._std = _scaling(self.folder / "preprocessor_config.json")
+        self.known_by = digest([*self.model.state_dict().values(), torch.tensor([self._mean, self._std])])[:8]
 
     @torch.no_grad()
     def cosines(self, pictures: Tensor, captions: Sequence[str]) -> Tensor:
@@ -89,7 +95,7 @@ def clip_score(
     parts = range(0, len(captions), batch)
     found = 100 * torch.cat([clip.cosines(pictures[i : i + batch], captions[i : i + batch]) for i in parts])
     error = found.std().item() / math.sqrt(len(found)) if len(found) > 1 else math.nan
-    return ClipScore(found.mean().item(), error, len(found), clip.title, solver, steps)
+    return ClipScore(found.mean().item(), error, len(found), clip.title, clip.known_by, solver, steps)
 
 
 def _scaling(file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:

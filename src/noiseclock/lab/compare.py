@@ -32,7 +32,7 @@ import torch
 from noiseclock.core.measure import utility_over_time
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint, classifier
-from noiseclock.lab.built import sampled
+from noiseclock.lab.built import sampled, told_held_out
 from noiseclock.lab.data import cpus, head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
@@ -340,7 +340,7 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
         held_out = load_images(recipe.data, split="test", size=recipe.size)
         point["bits"] = bits_per_dim(
             run.net, schedule, run.clock.objective, held_out, n=plan.vlb_images, steps=plan.vlb_steps, variance=recipe.variance,
-            conditional=recipe.conditional, device=device,
+            conditional=told_held_out(recipe, held_out, warn=False), device=device,  # the training has warned
         ).mean  # fmt: skip
     if plan.samples:
         known = pictured(run.data)  # first, because they may be gone

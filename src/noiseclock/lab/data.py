@@ -150,6 +150,8 @@ def load_images(name: str, *, split: str = "train", size: int | None = None) -> 
         path = Path(place).expanduser()
         source = Hub(place, split) if kind == "hf" else Folder(path, split) if kind == "folder" else Captioned(path, split)
         return gather(f"{name} {split}", source, size)
+    if kind == "latents" and colon:
+        raise Mistake(f"{name} is latents already; give pictures")
     if name and name not in CLASSICS and Path(name).expanduser().is_dir():
         raise Mistake(f"{name!r} is a folder; say folder:{name}")
     choose("data", name, [*CLASSICS, "folder:PATH", "hf:NAME_OR_PATH", "latents:PATH", "captions:PATH"])

@@ -26,6 +26,8 @@ from noiseclock.lab.folder import checksum, difference, lock, sync, write_json
 from noiseclock.lab.latents import FORMAT, read_index
 from noiseclock.lab.sources import SPLITS
 
+MINE = (".lock", "autoencoder")  # beside the shards, in a folder whose run was killed before there was an index
+
 
 class Shard(NamedTuple):
     """The pictures from `start` to `stop` of a split, and where their latents go."""
@@ -59,7 +61,7 @@ def encode(
     coding, out = autoencoder.load(coder, device=device), Path(out)
     sets = {split: load_images(data, split=split, size=size) for split in SPLITS}
     train = sets["train"]
-    made_of = {
+    made_of: dict[str, Any] = {
         "data": _lasting(data), "size": size, "pictures": list(train.shape), "count": {split: len(found) for split, found in sets.items()},
         "flip": flip, "batch": batch, "shard size": shard_size, "class": coding.name, "autoencoder": coding.digest,
     }  # fmt: skip
@@ -68,7 +70,7 @@ def encode(
         "posterior": coding.encode(torch.zeros((1, *train.shape), dtype=torch.uint8)).std is not None, "splits": {},
     }  # fmt: skip
     if train.texts is not None:
-        index["captioned"] = {split: len(found.texts or ()) for split, found in sets.items()}
+        made_of["captions"] = {split: found.texts.known_by for split, found in sets.items() if found.texts is not None}
     with lock(out):
         for left in out.glob(".index.json.*.tmp"):  # by a run that was killed while it wrote
             left.unlink()
@@ -92,6 +94,8 @@ def _begin(out: Path, index: dict[str, Any], coding: Autoencoder) -> dict[str, d
         if changes := difference(index["made of"], before["made of"], where=f"in {out}"):
             raise Mistake(f"{out} holds other latents; choose another folder, or make the settings alike:\n{changes}")
         kept = {shard["file"]: shard for shards in before["splits"].values() for shard in shards}
+    elif strange := [path.name for path in out.iterdir() if path.name not in MINE and path.suffix not in (".safetensors", ".tmp", ".new")]:
+        raise Mistake(f"{out} holds other things, {strange[0]} among them; choose another folder")
     if not (out / "autoencoder" / "config.json").exists():
         pictures.whole(out / "autoencoder", lambda new: coding.net.save_pretrained(str(new)))
     return kept

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from noiseclock.lab.cache import digest
 from noiseclock.lab.errors import Failure, Mistake
 
 # model_type of config.json -> the class of transformers that encodes text; CLIP's folder may hold the whole model
@@ -53,6 +54,11 @@ class Encoder:
             raise Mistake(f"captions of {length} tokens do not suit the encoder in {folder}; take 2 to {own}")
         self.length: int = length or own
         self.cut = 0
+
+    @property
+    def digest(self) -> str:
+        """Sixteen letters that stand for its weights."""
+        return digest(self.model.state_dict().values())
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Embedded:

@@ -105,8 +105,8 @@ class Latents:
         if kind != "captions":
             return None
         found = Captioned(Path(place), self.split).texts
-        if len(found) != self.index["captioned"][self.split]:
-            raise Mistake(f"{place} has other pictures than when {self.folder} was made of it; {AGAIN} into another folder")
+        if found.known_by != self.index["made of"].get("captions", {}).get(self.split):
+            raise Mistake(f"{place} has other pictures or captions than when {self.folder} was made of it; {AGAIN} into another folder")
         return found
 
     @cached_property

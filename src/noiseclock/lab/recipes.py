@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
 from noiseclock.core.clock import Clock
-from noiseclock.core.objectives import OBJECTIVES
-from noiseclock.core.schedules import VARIANCES
+from noiseclock.core.objectives import Eps
+from noiseclock.core.schedules import VARIANCES, Array
 from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
 from noiseclock.lab.generate import SOLVERS
@@ -27,7 +30,7 @@ LARGEST_SEED = 2**32  # excluded; a thousandfold of it, plus a rank, still seeds
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. A sampler, weighting or schedule is written `name` or `name:option=value,option=value`."""
+    """One training run. A sampler, weighting, schedule or objective is written `name` or `name:option=value,option=value`."""
 
     # --- what is learned ---
     data: str = "digits"
@@ -65,7 +68,7 @@ class Recipe:
     steps: int | None = 1000
     """T of a discrete schedule; None for edm and flow"""
     objective: str = "eps"
-    """eps, x0, v, flow or edm"""
+    """eps, x0, v, flow or edm; of latents edm:sigma_data=1"""
     sampler: str = "uniform"
     """which noise levels are trained, e.g. variance-optimal or speed:k=5"""
     weighting: str = "constant"
@@ -145,27 +148,33 @@ class Recipe:
         if self.batch % self.accumulate:
             raise Mistake(f"a batch of {self.batch} cannot be split into {self.accumulate} equal micro-batches")
         known = {
-            "objective": OBJECTIVES, "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": MODELS, "solver": SOLVERS,
+            "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": MODELS, "solver": SOLVERS,
         }  # fmt: skip
         for name, allowed in known.items():
             choose(name, getattr(self, name), allowed)
-        schedule = self.clock().schedule  # its mistakes are this recipe's
+        clock = self.clock()  # its mistakes are this recipe's
+        schedule = clock.schedule
         if self.solver_steps > (schedule.steps or self.solver_steps):
             raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
-        if self.objective == "eps" and float(schedule(1.0)[0]) == 0:
+        if isinstance(clock.objective, Eps) and float(schedule(1.0)[0]) == 0:
             raise Mistake("this schedule ends in pure noise, where a prediction of it says nothing of the picture; take the objective v, x0 or flow")
 
     def clock(self, **place: Any) -> Clock:
         """The clock that this recipe trains by. place: rank and world_size, where they are not torch.distributed's."""
         schedule, sampler = wording.schedule(self.schedule, self.steps), wording.sampler(self.sampler)
-        weighting, base = wording.weighting(self.weighting), wording.sampler(self.base)
+        weighting, base, objective = wording.weighting(self.weighting), wording.sampler(self.base), wording.objective(self.objective)
         corrected = sampler.corrects if self.correct == "auto" else self.correct == "importance"
         try:
             # what is not corrected trains what it draws, whatever is meant
             meant: dict[str, Any] = {"base": base} if corrected else {}
-            return Clock(schedule, sampler, weighting, self.objective, correct=self.correct, seed=self.seed, **meant, **place)
+            return Clock(schedule, sampler, weighting, objective, correct=self.correct, seed=self.seed, **meant, **place)
         except (TypeError, ValueError) as error:
             raise Mistake(str(error)) from error
+
+    def meant(self, time: Array) -> Array:
+        """The density of `base` at times (n,), also where a sampler that is not corrected trains another."""
+        density = replace(self, sampler=self.base, weighting="constant", correct="none").clock().sampler.log_prob(torch.as_tensor(time)).exp()
+        return np.asarray(density.double().numpy())
 
     def settings(self) -> dict[str, Any]:
         """The fields as plain values, in order."""
@@ -205,9 +214,11 @@ def _cifar10(schedule: str) -> Entry:
 
 
 _HOW = "(noiseclock encode: docs/latents.md)"
+_FLIPPED = _HOW.replace("encode", "encode --flip")
+# Where a paper is silent, what its released code has: EDM, LDM, DiT and U-ViT do not clip, LDM has torch's weight decay, U-ViT its own and a warm-up.
 _DIT = Recipe(
     data="latents:PATH", flip=True, model="dit", channels=1152, blocks=28, head_channels=72, patch=2, optimizer="adamw", lr=1e-4, batch=256,
-    updates=50_000, precision="bf16",
+    updates=50_000, clip=0.0, precision="bf16", solver="ddpm", solver_steps=250,
 )  # fmt: skip
 
 RECIPES: dict[str, Entry] = {
@@ -238,7 +249,7 @@ RECIPES: dict[str, Entry] = {
     "cifar10-edm": Entry(
         replace(
             _CIFAR10, dropout=0.13, schedule="edm", steps=None, objective="edm", sampler="log-normal", base="log-normal", lr=1e-3, batch=512,
-            warmup=20_000, updates=390_625, ema=0.9993, solver="heun", solver_steps=18,
+            warmup=20_000, updates=390_625, clip=0.0, ema=0.9993, solver="heun", solver_steps=18,
         ),
         "score-based: EDM's preconditioning, density and solver (2206.00364) with DDPM's U-Net", "CIFAR-10, a GPU",
         "35.7 M parameters, 200 M images",
@@ -251,17 +262,17 @@ RECIPES: dict[str, Entry] = {
     ),
     "ffhq-dit": Entry(
         replace(_DIT, data="latents:data/ffhq-latents"),
-        "DiT-XL/2 on FFHQ 256 as in SpeeD", f"latents 32x32x4 in data/ffhq-latents {_HOW}, GPUs", "674 M parameters, 50k updates",
+        "DiT-XL/2 on FFHQ 256 as in SpeeD", f"latents 32x32x4 in data/ffhq-latents {_FLIPPED}, GPUs", "674 M parameters, 50k updates",
     ),
     "metfaces-dit": Entry(
         replace(_DIT, data="latents:data/metfaces-latents"),
-        "DiT-XL/2 on MetFaces 256 as in SpeeD", f"latents 32x32x4 in data/metfaces-latents {_HOW}, GPUs", "674 M parameters, 50k updates",
+        "DiT-XL/2 on MetFaces 256 as in SpeeD", f"latents 32x32x4 in data/metfaces-latents {_FLIPPED}, GPUs", "674 M parameters, 50k updates",
     ),
     "celebahq-ldm": Entry(
         Recipe(
             data="latents:data/celebahq-latents", channels=224, multipliers=(1, 2, 3, 4), attention=(32, 16, 8), head_channels=32,
-            schedule="scaled-linear:beta_start=0.0015,beta_end=0.0195", optimizer="adamw", lr=1.92e-4, batch=24, updates=375_000,
-            solver="ddim", solver_steps=200,
+            schedule="scaled-linear:beta_start=0.0015,beta_end=0.0195", optimizer="adamw", lr=1.92e-4, weight_decay=0.01, batch=24, updates=375_000,
+            clip=0.0, solver="ddim", solver_steps=200,
         ),
         "latent diffusion on CelebA-HQ 256 (adaptive paper, Table 8): latents 64x64x3, 300 epochs",
         f"latents 64x64x3 in data/celebahq-latents {_HOW}, GPUs",
@@ -269,23 +280,23 @@ RECIPES: dict[str, Entry] = {
     ),
     "imagenet-uvit": Entry(
         Recipe(
-            data="latents:data/imagenet-latents", conditional=True, model="uvit", channels=1152, blocks=28, head_channels=72, schedule="cosine",
-            weighting="min-snr", optimizer="adamw", lr=2e-4, betas=(0.99, 0.99), batch=256, updates=2_100_000, precision="bf16",
-            solver="heun", solver_steps=50,
+            data="latents:data/imagenet-latents", flip=True, conditional=True, model="uvit", channels=1152, blocks=28, head_channels=72,
+            schedule="cosine", weighting="min-snr", optimizer="adamw", lr=2e-4, betas=(0.99, 0.99), weight_decay=0.03, batch=256,
+            updates=2_100_000, warmup=5000, clip=0.0, precision="bf16", solver="heun", solver_steps=50,
         ),
         "U-ViT-H on ImageNet 256 (adaptive paper, Table 9, which prints depth 12 where U-ViT-H has 28): latents 32x32x4, hidden 1152, 16 heads",
-        f"latents 32x32x4 in data/imagenet-latents {_HOW}, GPUs", "501 M parameters, 2.1 M updates of 256",
+        f"latents 32x32x4 in data/imagenet-latents {_FLIPPED}, GPUs", "501 M parameters, 2.1 M updates of 256",
     ),
     "imagenet-dit": Entry(
         replace(_DIT, data="latents:data/imagenet-latents", conditional=True, updates=400_000),
-        "DiT-XL/2 on ImageNet 256 as in SpeeD and DiT", f"latents 32x32x4 in data/imagenet-latents {_HOW}, GPUs",
+        "DiT-XL/2 on ImageNet 256 as in SpeeD and DiT", f"latents 32x32x4 in data/imagenet-latents {_FLIPPED}, GPUs",
         "675 M parameters, 400k updates of 256",
     ),
     "coco-t2i": Entry(
         Recipe(
             data="latents:data/coco-latents", conditional=True, model="uvit", channels=512, blocks=12, head_channels=64, patch=2,
             schedule="scaled-linear", optimizer="adamw", lr=2e-4, betas=(0.9, 0.9), weight_decay=0.03, batch=256, warmup=5000, updates=1_000_000,
-            precision="bf16", solver="dpm++", solver_steps=50,
+            clip=0.0, precision="bf16", solver="dpm++", solver_steps=50,
         ),
         "text to image on MS-COCO 256 as in SpeeD: U-ViT-S/2 as released (2209.12152), 77 tokens of CLIP ViT-L/14",
         "latents 32x32x4 of embedded captions in data/coco-latents (noiseclock embed, then encode: docs/text.md), a GPU",

@@ -23,6 +23,7 @@ from noiseclock.lab.order import uniforms
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 SPLITS = ("train", "test")
+VALIDATION = ("validation", "valid", "val")  # what stands in for a test split on the hub
 HELD_OUT = 0.05  # of a set without a test split of its own
 
 
@@ -166,7 +167,7 @@ class Hub(Source):
     """A split of a Hugging Face dataset: the first column of images and the first of class labels.
 
     name: of a local folder, saved by `save_to_disk` or readable by `load_dataset`, or on the hub. Where there is one split only, a few of its
-    images are held out.
+    images are held out; where there are several and none is called "test", the one for validation is it.
     """
 
     def __init__(self, name: str, split: str) -> None:
@@ -174,6 +175,8 @@ class Hub(Source):
 
         found = load_splits(name)
         alone = len(found) == 1
+        if not alone and "test" not in found:
+            split = next((other for other in VALIDATION if other in found), split) if split == "test" else split
         self.name, self.splits = name, SPLITS if alone else tuple(found)
         self.split = choose(f"split of {name}", split, self.splits)
         dataset = next(iter(found.values())) if alone else found[split]

@@ -16,6 +16,7 @@ import json
 import math
 import signal
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +36,7 @@ from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.integrations.trackers import track
 from noiseclock.lab import checkpoint, pictures
-from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled
+from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
 from noiseclock.lab.data import batches, head, outlined
@@ -44,6 +45,7 @@ from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json, writing
 from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.interrupt import Wish, listening
+from noiseclock.lab.latents import Latents
 from noiseclock.lab.moments import by_size, load_moments, moments
 from noiseclock.lab.order import uniforms
 from noiseclock.lab.processes import all_or_none, joined, leave
@@ -109,6 +111,8 @@ class Run:
         if recipe.batch % parts:
             raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
         self.data, self.held_out = loaded(recipe, accelerator)
+        if recipe.flip and isinstance(self.data, Latents):
+            self.data.check_flips()  # before anything is written
         refuse_among(recipe.data, folder)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
@@ -182,7 +186,7 @@ class Run:
             try:
                 self._refuse_other(json.loads(config.read_text())["settings"])
             except (KeyError, TypeError, OSError, ValueError) as error:
-                raise Mistake(f"{config} is damaged; remove it, or choose another folder") from error
+                raise Mistake(f"{config} is damaged or not of a training; choose another folder, or remove it") from error
         if checkpoint.steps(self.folder):
             with checkpoint.reading(self.folder, lazy=("model", "ema", "optimizer")) as (self.step, state):
                 self._refuse_other(state["settings"])
@@ -292,6 +296,10 @@ class Run:
     def _begin(self) -> Log:
         """What is on the disk before the first update."""
         settings = self.recipe.settings()
+        if isinstance(self.data, Latents) and self.recipe.objective == "edm":
+            warnings.warn("latents are scaled to a standard deviation of 1, and edm is made for data of 0.5; say edm:sigma_data=1", stacklevel=2)
+        if self.recipe.validate_every:
+            told_held_out(self.recipe, self.held_out)
         write_json(self.folder / "config.json", {"settings": settings, "made with": surroundings(self.device, self.world)})
         with writing(self.folder):
             log = Log(self.folder / "log.jsonl")
@@ -447,7 +455,7 @@ class Run:
         return placed(net, self.device).eval()
 
     def _validate(self, log: Log | None) -> None:
-        """The loss by noise level on held-out images at fixed noise, and the density that is sampled now."""
+        """The loss by noise level on held-out images at fixed noise, its mean over the density that is meant, and the one that is sampled now."""
         net = self.averaged()
         if log is not None:
             x0, labels = head(self.held_out, VALIDATION, self.device)
@@ -460,12 +468,13 @@ class Run:
                 name: [float(part.mean()) for part in np.array_split(values, min(TIMES, len(values)))]
                 for name, values in (("density_time", curves.time), ("density", curves.p))
             }
-            mean = float(found.weighted.mean())
+            meant = self.recipe.meant(found.time)
+            weighted, loss = (float(np.average(by_time, weights=meant)) for by_time in (found.weighted, found.loss))
             log.write(
-                {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": mean, "loss": float(found.loss.mean()),
+                {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": weighted, "loss": loss,
                  "time": found.time.tolist(), "loss_by_time": found.loss.tolist(), **density}
             )  # fmt: skip
-            self._track({"validation": float(found.loss.mean())})
+            self._track({"validation": loss})
             with writing(self.folder):
                 for tracker in self.accelerator.trackers:
                     track(tracker, self.clock, self.step)

@@ -39,6 +39,7 @@ from noiseclock.lab.order import normals
 HELD_OUT = 256  # pictures for the PSNR
 CLIP = 1.0  # greatest norm of the gradient
 FREE = ("updates", "save_every")
+OTHER = "{} holds something that was not trained by this command; choose another folder"
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,11 @@ class _Run:
     def _resume(self) -> None:
         if not checkpoint.steps(self.folder):
             if (self.folder / "config.json").exists():
-                raise Mistake(f"{self.folder} holds something that was not trained by this command; choose another folder")
+                raise Mistake(OTHER.format(self.folder))
             return
         self.step, state = checkpoint.load(self.folder)
+        if "latent_channels" not in state["settings"]:
+            raise Mistake(OTHER.format(self.folder))
         mine, theirs = ({k: v for k, v in found.items() if k not in FREE} for found in (asdict(self.settings), state["settings"]))
         if changes := difference(mine, theirs):
             raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")

@@ -14,7 +14,7 @@ from noiseclock.core.clock import Clock
 from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
-from noiseclock.lab.built import network, optimizer_for, placed, sampled
+from noiseclock.lab.built import network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.clip import CLIP, ClipScore, clip_score
 from noiseclock.lab.data import Data, load, pictured, without_images
@@ -75,7 +75,7 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found of a training at one update; None for what was left out. guidance, seed: of the samples. latents: was it trained on those?"""
+    """What was found of a training at one update; None for what was left out. guidance, seed: of the samples. no_bits: why there can be none."""
 
     step: int
     scores: Scores | None
@@ -84,15 +84,16 @@ class Evaluation:
     held_out: int
     guidance: float
     seed: int
-    latents: bool = False
+    no_bits: str = ""
     clip: ClipScore | None = None
 
     def text(self) -> str:
         """Every figure with what it was measured on."""
-        lines = [f"averaged weights at update {self.step:,}" + (f", samples with guidance {self.guidance:g}" if self.guidance != 1 else "")]
+        guided = self.guidance != 1 and (self.scores is not None or self.clip is not None)
+        lines = [f"averaged weights at update {self.step:,}" + (f", samples with guidance {self.guidance:g}" if guided else "")]
         lines += [str(part) for part in (self.scores, self.clip, self.bits) if part is not None]
-        if self.latents:
-            lines.append("no bits per dimension: they are defined for pixels, and this is a model of latents")
+        if self.no_bits:
+            lines.append(f"no bits per dimension: {self.no_bits}")
         lines.append(f"loss by noise level ({self.held_out} held-out images, fixed noise; time from clean to noise)")
         for times, losses in zip(np.array_split(self.curve.time, 10), np.array_split(self.curve.loss, 10), strict=True):
             lines.append(f"  {times[0]:.2f} to {times[-1]:.2f}   {losses.mean():.5f}")
@@ -105,7 +106,7 @@ class Evaluation:
             parts += [f"{scores.solver}-{scores.steps}-{scores.count}", scores.reference.replace("/", "_").replace(" ", "-")]
             parts += [scores.resize] if scores.resize else []
         if self.clip is not None:
-            parts.append(f"clip-{self.clip.solver}-{self.clip.steps}-{self.clip.count}")
+            parts.append(f"clip-{self.clip.known_by}-{self.clip.solver}-{self.clip.steps}-{self.clip.count}")
         if self.scores is not None or self.clip is not None:
             parts += [f"guidance-{self.guidance:g}"] if self.guidance != 1 else []
             parts += [f"seed-{self.seed}"] if self.seed else []
@@ -150,6 +151,7 @@ def evaluated(
     choose("resize", resize, RESIZES)
     recipe = run.recipe
     held_out = load(recipe.data, split="test", size=recipe.size)
+    told = told_held_out(recipe, held_out)
     scores = bits = fit = None
     judge = _judge(run, clip, clip_samples, device) if clip else None
     drawn = max(samples, clip_samples if judge else 0)
@@ -166,13 +168,18 @@ def evaluated(
             scores = compare_images(images[:samples], data, network=network_seeing, solver=solver, steps=steps, batch=batch, device=device)
         if judge and run.data.texts is not None:
             fit = clip_score(images[:clip_samples], run.data.texts.held_out_words(clip_samples), judge, solver=solver, steps=steps)
-    if vlb_images and isinstance(run.clock.schedule, Discrete) and not isinstance(held_out, Latents):
+    no_bits = ""
+    if isinstance(held_out, Latents):
+        no_bits = "they are defined for pixels, and this is a model of latents"
+    elif not isinstance(run.clock.schedule, Discrete):
+        no_bits = "they are those of a chain of discrete steps, and this schedule is continuous"
+    elif vlb_images:
         bits = bits_per_dim(
             run.net, run.clock.schedule, run.clock.objective, held_out, n=vlb_images, batch=batch, steps=vlb_steps, variance=recipe.variance,
-            conditional=recipe.conditional, device=device,
+            conditional=told, device=device,
         )  # fmt: skip
-    curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=recipe.conditional, device=device)
-    return Evaluation(run.step, scores, bits, curve, min(CURVE, len(held_out)), guidance, seed, isinstance(held_out, Latents), fit)
+    curve = loss_curve(run.clock, run.net, held_out, batch=batch, conditional=told, device=device)
+    return Evaluation(run.step, scores, bits, curve, min(CURVE, len(held_out)), guidance, seed, no_bits, fit)
 
 
 def _judge(run: Trained, folder: str, samples: int, device: str | torch.device) -> CLIP:

@@ -1,4 +1,5 @@
-"""Samplers, weightings and schedules as one word on a command line: `name` or `name:option=value,option=value`; and in a few, what one has learned.
+"""Samplers, weightings, schedules and objectives as one word on a command line: `name` or `name:option=value,option=value`; and what a sampler has
+learned, in a few.
 
 speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-normal,k=3      scaled-linear:beta_end=0.0195
 
@@ -16,6 +17,7 @@ from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.checks import resolve
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.names import SAMPLERS, SCHEDULES
+from noiseclock.core.objectives import OBJECTIVES, Objective
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.uncertainty import Uncertainty
@@ -70,6 +72,15 @@ def weighting(text: str) -> Weighting:
     MinSNR(normalize=True, gamma=4.0)
     """
     return _made("weighting", text, Weighting, _WEIGHTINGS)
+
+
+def objective(text: str) -> Objective:
+    """The objective of these words.
+
+    >>> objective("edm:sigma_data=1")
+    Preconditioned(sigma_data=1.0)
+    """
+    return _made("objective", text, Objective, OBJECTIVES)
 
 
 def schedule(text: str, steps: int | None) -> Schedule:
