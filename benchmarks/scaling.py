@@ -37,7 +37,7 @@ EXACT = 4.9
 
 @dataclass(frozen=True)
 class Network:
-    """One network, counted. images: trained on in its paper. per_sample, once: bytes kept for the backward pass; spare: if checkpointed."""
+    """One network, counted. images: how many its paper trains on. per_sample, once: bytes kept for the backward pass; spare: if checkpointed."""
 
     name: str
     images: float
@@ -147,7 +147,7 @@ def link(gpus: int) -> float:
 
 
 def seconds(net: Network, gpus: int, batch: int, way: str, checkpointing: bool = False) -> tuple[float, float]:
-    """Of an update: arithmetic, and communication."""
+    """Seconds of an update: arithmetic, and communication."""
     operations = net.forward + net.backward + (net.forward if checkpointing else 0)
     return batch / gpus * operations / RATE, traffic(net, gpus, way) / link(gpus)
 

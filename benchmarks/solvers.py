@@ -42,7 +42,7 @@ def known(folder: Path) -> list[dict[str, Any]]:
 
 
 def missing(folder: Path, solvers: Sequence[str] = SOLVERS, samples: int = SAMPLES) -> list[dict[str, Any]]:
-    """The solvers that were not."""
+    """The solvers that were not measured on it yet."""
     rows = known(folder)
     return [wanted for wanted in (named(text, samples) for text in solvers) if not any(wanted.items() <= row.items() for row in rows)]
 

@@ -4,13 +4,13 @@
     interdependence  how the loss changes everywhere when only the low times are trained                   Fig. 4
     utility          which times help an objective and which hurt it, to first order                       ours
     densities        what each method samples or weights, as densities, through training                   Fig. 5
-    vlb              as gradients, but trained with the VLB's weight, beside the density that is learned   Fig. 6
+    vlb              as gradients, but trained with the VLB's weight; and the density that Adaptive learns Fig. 6
     areas            acceleration, deceleration and convergence of the process                             SpeeD, Fig. 1
 
 For a recipe, `run` makes all of them from short trainings in FOLDER/trainings; for an existing training it makes all but vlb. Each is written to
 FOLDER/NAME.json and FOLDER/NAME.png. An interrupted `run` can be called again: finished measurements are not repeated.
 
-The short trainings keep no EMA, so their raw weights are measured. Of an opened checkpoint the EMA weights are measured, the model that people use.
+The short trainings keep no EMA, so their raw weights are measured. An opened checkpoint is measured with its EMA weights, the model that people use.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ def from_json(kind: type[Found], data: Mapping[str, Any]) -> Found:
 
 
 def _claim(folder: Path, name: str, recipe: Recipe, plan: Plan, step: int | None, device: str) -> None:
-    """Write what is analysed to FOLDER/analysis.json; a Mistake if another analysis is there."""
+    """Write the settings to FOLDER/analysis.json; a Mistake if the folder holds another analysis."""
     config: dict[str, Any] = {"version": VERSION, "recipe": name, "checkpoint": step, "settings": recipe.settings(), "plan": asdict(plan)}
     file = folder / "analysis.json"
     if file.exists():

@@ -52,7 +52,7 @@ class CapturedUpdate:
 
     losses: maps images and labels to their mean loss, and draws times and noise. generator: of the noise. replayed: called after each replay with
     a 0-d tensor on the device, 1 if the update was not finite; a replay does not run the optimiser's hooks. half: the copy that `losses` runs
-    instead of `net`, if any. An update whose loss or gradient is not finite changes neither weights nor averages; it is counted, from `skipped` on.
+    instead of `net`, if any. An update whose loss or gradient is not finite changes neither weights nor averages. skipped: such updates so far.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ def seconds_per_update(cell: Cell) -> float:
 
 
 def same_machine(a: Cell, b: Cell) -> bool:
-    """Can their times be compared? Never if one of them changed machines: its records do not say when."""
+    """Can their times be compared? If both are from costs.json, or from one machine throughout: the log does not say when a training moved."""
     machine = a.made_with.get("machine")
     return (a.timed and b.timed) or (bool(machine == b.made_with.get("machine")) and THEN not in str(machine))
 

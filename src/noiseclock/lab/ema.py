@@ -27,7 +27,7 @@ class EMA:
         self.decay = decay
         named = by_size(net)
         self._names = list(named)
-        self._parameters = list(named.values())  # kept, as in lab/train.py
+        self._parameters = list(named.values())  # kept, because a sharded network may have gathered ones in their place (lab/train.py)
         self._means = [p.detach().clone() for p in self._parameters]
 
     def weight(self, updates: int) -> float:

@@ -106,7 +106,7 @@ def _computing(device: torch.device, precision: str) -> Iterator[None]:
 
 
 def _with_float64(device: str | torch.device) -> torch.device:
-    """The device for metrics: `device`, or the CPU if it has no float64, as Apple's GPUs."""
+    """The device for metrics: `device`, or the CPU if it has no float64, like Apple's GPUs."""
     return torch.device(device if torch.device(device).type == "cuda" else "cpu")
 
 
@@ -185,7 +185,7 @@ class Scores:
 
     @property
     def kernel_name(self) -> str:
-        """KID, likewise."""
+        """KID for the Inception network alone."""
         return "KID" if self.resize else f"kernel distance ({self.network})"
 
     @property

@@ -1,7 +1,7 @@
 """A run's folder: its lock, its log, and the JSON files in it.
 
     config.json     what is run
-    log.jsonl       one record a line
+    log.jsonl       one record per line
     checkpoints/    see checkpoint.py
     .lock           held while a run writes here
 

@@ -121,7 +121,7 @@ def read_cifar10_pickle(path: Path) -> Pictures:
     try:
         with path.open("rb") as file:
             content = ArraysOnly(file, encoding="bytes").load()
-        # Python 2 wrote its keys, which Python 3 reads as bytes
+        # written by Python 2, whose strings are read as bytes
         fields = {key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()}
         pixels, labels = fields["data"], fields["labels"]
         if pixels.dtype != np.uint8 or pixels.shape[1:] != (math.prod(CIFAR10_SHAPE),):

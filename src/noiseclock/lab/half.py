@@ -42,7 +42,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the weights anew."""
+        """Cast the weights again."""
         torch._foreach_copy_(self._halves, self._original)
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The Inception network behind every published FID: Inception v3 as TensorFlow released it on 2015-12-05.
 
-The names of the parameters are those of pytorch-fid's weights file `pt_inception-2015-12-05`. It differs from the Inception v3 of the paper and of
-other libraries:
+The names of the parameters are those of pytorch-fid's weights file `pt_inception-2015-12-05`. The network differs from the Inception v3 of the
+paper and of other libraries:
 
 - average pooling inside the blocks does not count the padding;
 - the last block, Mixed_7c, has max pooling where the others have average pooling;
@@ -48,7 +48,7 @@ class Conv(nn.Module):
 
 
 def average(x: Tensor) -> Tensor:
-    """3x3 average pooling with stride 1, without the padding."""
+    """3x3 average pooling with stride 1; the padding does not count."""
     return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
 
 

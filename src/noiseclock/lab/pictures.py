@@ -20,7 +20,7 @@ from noiseclock.lab.errors import Failure, Mistake
 LEGIBLE = 64  # pixels on the longer side, below which pictures are magnified
 BORDER = 2
 BACKGROUND = 128
-OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".npy", ".pdf", ".svg")  # nobody means a folder by these
+OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".npy", ".pdf", ".svg")  # hardly meant as folders
 
 
 def grid(images: Tensor) -> Image.Image:

@@ -54,7 +54,7 @@ HEADERS = {
 
 
 def watch(folder: str | Path, port: int = PORT, *, open_browser: bool = False, say: Callable[[str], None] = print) -> None:
-    """Serve the page of the training in `folder` until Ctrl-C; `say` is told its address."""
+    """Serve the page of the training in `folder` until Ctrl-C; `say` is called with its address."""
     with serve(folder, port=port, open_browser=open_browser) as server:
         say(f"{folder} is shown at {server.url} (Ctrl-C ends it)")
         try:
