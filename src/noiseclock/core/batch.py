@@ -17,10 +17,10 @@ Predict = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Draw:
-    """Times and how likely they were.
+    """Drawn times and their log-probabilities.
 
-    time: (B,) in [0, 1). log_prob: (B,) log density in time. log_pmf: (B,) log probability of the step, where the schedule is discrete and the
-    sampler knows it already.
+    time: (B,) in [0, 1). log_prob: (B,) log density in time. log_pmf: (B,) log probability of the discrete step, if the schedule is discrete and
+    the sampler has computed it already.
     """
 
     time: Tensor
@@ -32,9 +32,9 @@ class Draw:
 class Batch:
     """One batch, ready for the model.
 
-    x0 (B, ...): the data. x_t (B, ...): what the model sees, in the dtype of x0. t (B,): what the model is told of the noise level.
-    target (B, ...): what it should predict. noise (B, ...). time (B,): in [0, 1). weight (B,): the loss weight. correction (B,): base/p, 1 where
-    the loss is not corrected. cond: passed through. draw: the sampler's account of the times, None where they were chosen by hand.
+    x0 (B, ...): the data. x_t (B, ...): the model's input, in the dtype of x0. t (B,): the noise level as the model receives it.
+    target (B, ...): what the model should predict. noise (B, ...). time (B,): in [0, 1). weight (B,): the loss weight. correction (B,): base/p,
+    1 if the loss is not corrected. cond: passed through. draw: the sampler's Draw, None if the caller chose the times.
     """
 
     x0: Tensor
@@ -50,31 +50,31 @@ class Batch:
 
 
 def column(value: Tensor, like: Tensor) -> Tensor:
-    """(B,) as (B, 1, ...), to be multiplied with `like` (B, ...), in its dtype but float32 at least."""
+    """(B,) as (B, 1, ...), to broadcast against `like` (B, ...), in the dtype of `like` but float32 at least."""
     return value.to(at_least_float32(like)).reshape(-1, *[1] * (like.ndim - 1))
 
 
 def noised(schedule: Schedule, objective: Objective, x0: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model sees of x0 (B, ...) at times (B,), in the dtype of x0, and what it should predict, float32 at least."""
+    """The model's input for x0 (B, ...) at times (B,), in the dtype of x0, and its target, float32 at least."""
     level = schedule.level(time)
     a, s = column(level.a2.sqrt(), x0), column(level.s2.sqrt(), x0)
     return objective.model_input(a * x0 + s * noise, a, s).to(x0.dtype), objective.target(x0, noise, a, s)
 
 
 def call(predict: Predict, x_t: Tensor, t: Tensor, cond: Any) -> Tensor:
-    """`predict(x_t, t)`, with conditioning: keywords if it is a mapping, else a third argument."""
+    """`predict(x_t, t)`; conditioning is passed as keywords if it is a mapping, else as a third argument."""
     if cond is None:
         return predict(x_t, t)
     return predict(x_t, t, **cond) if isinstance(cond, Mapping) else predict(x_t, t, cond)
 
 
 def at_least_float32(x0: Tensor) -> torch.dtype:
-    """The dtype in which noise and targets of x0 are kept."""
+    """The dtype of noise and targets for x0: that of x0, float32 at least."""
     return torch.promote_types(x0.dtype, torch.float32)
 
 
 def check_batch(x0: Tensor, noise: Tensor | None) -> None:
-    """Raise unless x0 is a batch of floating-point data and the noise, if any, is like it."""
+    """Raise unless x0 is a batch of floating-point data and the noise, if given, is floating point of the same shape."""
     if not isinstance(x0, Tensor) or not x0.is_floating_point():
         kind = x0.dtype if isinstance(x0, Tensor) else type(x0).__name__
         hint = "; take the data out of it" if isinstance(x0, (list, tuple, Mapping)) else ""

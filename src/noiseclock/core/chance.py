@@ -1,7 +1,8 @@
-"""All that a clock draws by: its rank, the uniform numbers of its times, and the stream of its noise.
+"""The random numbers of a clock: its rank, the uniforms of its times, and its noise stream.
 
-Times are a pure function of (seed, draw, place), so a checkpoint needs one count and resumes on any number of ranks. Noise is a torch generator,
-because hashing every pixel would cost; it goes on exactly where it was on the same rank and kind of device, and starts a new stream elsewhere.
+Times are a pure function of (seed, draw, place), so a checkpoint stores one counter and resumes on any number of ranks. Noise comes from a torch
+generator, because hashing every pixel would be slow. A resumed run continues its noise stream exactly on the same rank, world size and device type;
+otherwise it starts a new stream.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ PURPOSES = ("noise", "probe")
 
 
 class Chance:
-    """The random numbers of one clock on one rank. place: (rank, world size), where it is not torch.distributed's."""
+    """The random numbers of one clock on one rank. place: (rank, world size), that of torch.distributed if None."""
 
     def __init__(self, seed: int, place: tuple[int, int] | None) -> None:
         self.seed, self._place = seed, place
         with lasting():
-            self.draws = torch.zeros((), dtype=torch.int64, device="cpu")  # batches drawn, on the device of the data
+            self.draws = torch.zeros((), dtype=torch.int64, device="cpu")  # number of draws so far, on the device of the data
         self._starts: dict[tuple[int, int, int], Table] = {}
         self._noise: torch.Generator | None = None
         self._saved_noise: Mapping[str, Any] | None = None
@@ -39,7 +40,7 @@ class Chance:
         return 0, 1
 
     def uniforms(self, n: int, device: torch.device, micro: tuple[int, int], *, evenly: bool) -> Tensor:
-        """(n,) numbers in [0, 1) for the times of a batch; evenly: one from each of equal intervals, over all ranks and micro-batches (i of n)."""
+        """(n,) uniforms in [0, 1) for the times of a batch; evenly: stratified over all ranks and micro-batches; micro: (i, how many)."""
         rank, world_size = self.place()
         part, parts = micro[0] * world_size + rank, micro[1] * world_size
         number = self._next_draw(device, first=micro[0] == 0)
@@ -50,7 +51,7 @@ class Chance:
         return stratified(start, number, n, part=part, parts=parts) if evenly else independent(start, number, n)
 
     def _next_draw(self, device: torch.device, *, first: bool) -> Tensor:
-        """The number of this draw, the same on every rank. Micro-batches of one update share it: only the first one moves on."""
+        """The number of this draw, the same on every rank. Micro-batches of one update share it: only the first increments it."""
         if self.draws.device != device:
             with lasting():
                 self.draws = self.draws.to(device)
@@ -59,23 +60,23 @@ class Chance:
         return self.draws
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """This rank's stream of noise."""
+        """This rank's noise generator."""
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())  # as tensors call it
+            device = torch.device("cuda", torch.cuda.current_device())  # the device of a tensor always has an index
         if self._noise is None or self._noise.device != device:
             self._noise = torch.Generator(device)
             self._seed(self._noise)
         return self._noise
 
     def seed_of(self, purpose: str, count: int) -> int:
-        """A seed of this rank's own, for one purpose from one count on."""
+        """A seed for this rank, this purpose and this count."""
         word = self.seed
         for part in (PURPOSES.index(purpose), self.place()[0], count):
             word = finalize(word) + 1 + part
         return finalize(word) // 2
 
     def _seed(self, generator: torch.Generator) -> None:
-        """Go on where a saved stream was, or start this rank's own."""
+        """Restore the saved stream if device type, rank and world size match, else start a new one for this rank."""
         saved, self._saved_noise = self._saved_noise, None
         if saved is not None and (saved["device"], saved["rank"], saved["world_size"]) == (generator.device.type, *self.place()):
             generator.set_state(saved["state"].cpu())
@@ -85,7 +86,7 @@ class Chance:
     # --- state --------------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """How many draws there were, and where the noise is."""
+        """The number of draws and the state of the noise generator."""
         if self._noise is None:
             return {"draws": int(self.draws), "noise": dict(self._saved_noise or {})}
         rank, world_size = self.place()
@@ -99,12 +100,12 @@ class Chance:
             raise ValueError("the state of the noise is incomplete")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         self.draws.fill_(int(state["draws"]))
         self._saved_noise = state["noise"] or None
         if self._noise is not None:
             self._seed(self._noise)  # in place: a captured graph may hold the generator
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: a generator cannot be copied, but where it is can."""
+        """For copies and pickles: a generator cannot be copied, but its state can."""
         return {**self.__dict__, "_noise": None, "_saved_noise": self.state_dict()["noise"] or None}

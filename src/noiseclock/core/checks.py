@@ -26,7 +26,7 @@ def choose(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Callable[..., Thing]], options: Mapping[str, Any]) -> Thing:
-    """The object that is meant: `thing` itself, or the known one of that name made with `options`."""
+    """`thing` itself if it is a `wanted` object, or the known object of that name, made with `options`."""
     if isinstance(thing, wanted):
         if options:
             raise TypeError(f"options go with the name of a {kind}, not with an object: {', '.join(options)} beside {thing}")
@@ -47,7 +47,7 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
 
 
 def brief(text: str) -> str:
-    """The repr of something, short enough for a sentence: its first line, without the middle of long lists of numbers, such as a schedule's betas.
+    """A repr made short enough for a sentence: its first line, with long lists of numbers, such as a schedule's betas, abbreviated.
 
     >>> brief("Betas([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], zero_terminal_snr=False)")
     'Betas([0.1, 0.2, ..., 0.6: 6 numbers], zero_terminal_snr=False)'
@@ -62,7 +62,7 @@ def brief(text: str) -> str:
 
 
 def told_apart(one: str, other: str) -> tuple[str, str]:
-    """Two descriptions that differ, short enough for a sentence and with a difference in sight."""
+    """Shorten two different descriptions so that they fit into a sentence and still differ."""
     short = brief(one)[:300], brief(other)[:300]
     if short[0] != short[1]:
         return short
@@ -72,9 +72,9 @@ def told_apart(one: str, other: str) -> tuple[str, str]:
 
 
 def take_finite(owner: Any, *names: str) -> None:
-    """Turn these attributes of a (frozen) dataclass into floats, or raise unless they are finite numbers.
+    """Convert these attributes of a (frozen) dataclass to float, or raise unless they are finite numbers.
 
-    As floats, so that MinSNR(5) and MinSNR(5.0) are one and print alike.
+    With floats, MinSNR(5) equals MinSNR(5.0) and prints the same.
     """
     for name in names:
         value = getattr(owner, name)
@@ -86,7 +86,7 @@ def take_finite(owner: Any, *names: str) -> None:
 
 
 def take_positive(owner: Any, *names: str) -> None:
-    """The same, for numbers above zero."""
+    """Like `take_finite`, for numbers above zero."""
     take_finite(owner, *names)
     for name in names:
         if getattr(owner, name) <= 0:
@@ -94,7 +94,7 @@ def take_positive(owner: Any, *names: str) -> None:
 
 
 def take_whole(owner: Any, *names: str, least: int) -> None:
-    """The same, for whole numbers of at least `least`."""
+    """Like `take_finite`, for whole numbers of at least `least`, converted to int."""
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:

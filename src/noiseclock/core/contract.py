@@ -1,7 +1,7 @@
-"""What every sampler promises, and a check that it keeps it.
+"""What every sampler promises, and a check of these promises.
 
-A sampler tells one density three ways: by what it draws, by `log_prob` in time and by `log_pmf` on steps. The importance correction divides by the
-second or the third what was drawn by the first, so where they differ a corrected loss is wrong without a sign of it.
+A sampler states one density in three ways: by its draws, by `log_prob` in time and by `log_pmf` on steps. The importance weight of a draw is
+computed from `log_prob` or `log_pmf`. If these disagree with the draws, a corrected loss is silently wrong.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BELOW_ONE = math.nextafter(1, 0)
 def check_sampler(sampler: Sampler, *, steps: int = 1000) -> None:
     """Raise a ValueError that names the first promise this sampler breaks; takes under a second.
 
-    A sampler that needs a schedule or learns is checked as a clock has it: `check_sampler(clock.sampler)`. steps: of time, at whose borders the
-    density may jump, and nowhere else: it is integrated over each of them.
+    If a sampler needs a schedule or learns, check the one that a clock has bound: `check_sampler(clock.sampler)`. steps: number of equal steps of
+    time. The density is integrated over each step, so it may jump at the borders of steps only.
 
     >>> from noiseclock.core.samplers import Uniform
     >>> check_sampler(Uniform())
@@ -44,7 +44,7 @@ def _shares(time: Tensor, steps: int) -> Tensor:
 
 
 def _middles(n: int) -> Tensor:
-    """(n,) the middle of each n-th of [0, 1)."""
+    """(n,) the midpoints of n equal intervals of [0, 1)."""
     return (torch.arange(n, dtype=torch.float64, device="cpu") + 0.5) / n
 
 
@@ -52,13 +52,13 @@ def probabilities_sum_to_one(sampler: Sampler, steps: int) -> None:
     """`log_pmf` is a distribution, for any number of steps."""
     for n in (2, 37, steps):
         total = _log_pmf(sampler, n).exp().sum().item()
-        if not abs(total - 1) < 1e-12:  # float64 adds up a thousand of them to 1e-13
+        if not abs(total - 1) < 1e-12:  # the sum of a thousand of them in float64 is exact to 1e-13
             raise ValueError(f"{sampler}: the probabilities of {n} steps add up to {total:.15g} and not to 1; log_pmf must be exact, in float64")
 
 
 def density_has_the_probabilities(sampler: Sampler, steps: int) -> None:
     """The integral of `log_prob` over a step is its probability."""
-    # Quadrature is exact to rounding, but for the end cells of a density that goes to infinity as 1/√u: 1-u⁸ has lost digits near 1.
+    # Quadrature is exact up to rounding, except in the end cells of a density that diverges like 1/√u: 1-u⁸ loses digits near 1.
     difference = np.abs(_integrals(sampler, steps) - _log_pmf(sampler, steps).exp().numpy())
     if not difference.max() < 1e-9:
         step = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
@@ -69,7 +69,7 @@ def density_has_the_probabilities(sampler: Sampler, steps: int) -> None:
 
 
 def _integrals(sampler: Sampler, steps: int) -> Array:
-    """(steps,) the integral of the density over each step: 24 Gauss-Legendre nodes, after u = w⁸ at the two ends, where it may be infinite."""
+    """(steps,) the integral of the density over each step: 24 Gauss-Legendre nodes, with u = w⁸ in the two end steps, where it may be infinite."""
     nodes, weights = np.polynomial.legendre.leggauss(24)
     nodes, weights = (nodes + 1) / 2, weights / 2
 
@@ -90,15 +90,16 @@ def draws_follow_the_density(sampler: Sampler, steps: int) -> None:
     if time.shape != (DRAWS,) or time.dtype != torch.float64:
         raise ValueError(f"{sampler}: sample({DRAWS}) must give float64 times of shape ({DRAWS},), got {time.dtype} of {tuple(time.shape)}")
     distance = (_shares(time, steps).cumsum(0) - _log_pmf(sampler, steps).exp().cumsum(0)).abs().max().item()
-    if not distance * math.sqrt(DRAWS) < 1.95:  # Kolmogorov: by chance once in 1000 times
+    if not distance * math.sqrt(DRAWS) < 1.95:  # Kolmogorov-Smirnov test: a correct sampler fails once in 1000 times
         raise ValueError(f"{sampler}: {DRAWS:,} draws are {distance:.3g} away from log_pmf (Kolmogorov's distance), which chance does not explain")
 
 
 def even_uniforms_give_quantiles(sampler: Sampler, steps: int) -> None:
-    """Draws are read off the given uniforms, so that a stratified batch covers time as the density does."""
+    """`sample` maps the given uniforms to quantiles, so that stratified uniforms give a stratified batch."""
     share = _shares(sampler.sample(DRAWS, uniforms=_middles(DRAWS)).time, steps)
     difference = (share - _log_pmf(sampler, steps).exp()).abs().max().item()
-    # A part is off by its two ends. A blend of blends draws from three parts, a step and its dual from two.
+    # In each component the uniforms of a step form one interval, whose two ends change its count by less than one draw. A blend of blends has
+    # three components, a step and its dual are two.
     if not difference < 4 / DRAWS:
         raise ValueError(f"{sampler}: evenly spread uniforms miss the probability of a step by {difference:.2g}; sample must use `uniforms`")
 
@@ -107,12 +108,12 @@ def draws_know_their_density(sampler: Sampler, steps: int) -> None:
     """`Draw.log_prob` is `log_prob` at the time drawn."""
     draw = sampler.sample(1000, generator=torch.Generator("cpu").manual_seed(0))
     difference = (draw.log_prob - sampler.log_prob(draw.time)).abs().max().item()
-    if not difference < 1e-9:  # one that inverts its map numerically loses a bit or two
+    if not difference < 1e-9:  # a sampler that inverts its map numerically loses a bit or two
         raise ValueError(f"{sampler}: the log_prob that comes with a draw differs from log_prob at its time by {difference:.2g}")
 
 
 def ends_are_handled(sampler: Sampler, steps: int) -> None:
-    """The least and the greatest uniform give times inside the support, and the density there is a number."""
+    """The smallest and the largest uniform give times inside the support, and the density there is a number."""
     ends = torch.tensor([0.0, BELOW_ONE], dtype=torch.float64, device="cpu")
     drawn, (lo, hi) = sampler.sample(2, uniforms=ends).time, sampler.support
     if not bool(((drawn >= max(lo - 1e-12, 0)) & (drawn < 1) & (drawn <= hi)).all()):
@@ -123,7 +124,7 @@ def ends_are_handled(sampler: Sampler, steps: int) -> None:
 
 
 def support_can_be_drawn(sampler: Sampler, steps: int) -> None:
-    """Every step inside the declared support has a probability."""
+    """Every step inside the declared support has a positive probability."""
     (lo, hi), borders = sampler.support, torch.arange(steps + 1, dtype=torch.float64, device="cpu") / steps
     inside = (borders[:-1] >= lo - 1e-9) & (borders[1:] <= hi + 1e-9)
     log_pmf, log_prob = _log_pmf(sampler, steps)[inside], sampler.log_prob(_middles(steps)[inside])
@@ -135,20 +136,20 @@ def correction_has_mean_one(sampler: Sampler, steps: int) -> None:
     """E_p[base/p] = 1 by quadrature over the uniform; with a floor of 5 % the ratio is at most 20."""
     n = 2 * DRAWS
     mean = (-Mixture(sampler, floor=0.05).sample(n, uniforms=_middles(n)).log_prob).exp().mean().item()
-    # the midpoint rule errs by at most the ratio's total variation over n: ten rises and falls of 20
+    # the midpoint rule errs by at most (total variation of the ratio)/n; this allows ten rises and falls of 20
     if not abs(mean - 1) < 10 * 20 / n:
         raise ValueError(f"{sampler}: the mean importance weight is {mean:.4f} and not 1, so a corrected loss would be biased")
 
 
 def chance_is_the_generators(sampler: Sampler, steps: int) -> None:
-    """The same generator gives the same draws, another one others."""
+    """The same generator seed gives the same draws, another seed gives other draws."""
     first, second, other = (sampler.sample(50, generator=torch.Generator("cpu").manual_seed(seed)).time for seed in (3, 3, 4))
     if not torch.equal(first, second) or torch.equal(first, other):
         raise ValueError(f"{sampler}: draws must depend on the generator that is given, and on nothing else")
 
 
 def state_comes_back(sampler: Sampler, steps: int) -> None:
-    """A state can be loaded, and one that does not fit is refused."""
+    """A sampler loads its own state, and refuses a state that does not fit."""
     before = sampler.sample(20, uniforms=_middles(20)).time
     sampler.load_state_dict(sampler.state_dict())
     if not torch.equal(sampler.sample(20, uniforms=_middles(20)).time, before):
@@ -161,7 +162,7 @@ def state_comes_back(sampler: Sampler, steps: int) -> None:
 
 
 def times_stay_on_their_device(sampler: Sampler, steps: int) -> None:
-    """Uniforms on a device give times there."""
+    """Times and their log_prob are on the device of the uniforms."""
     draw = sampler.sample(4, uniforms=torch.empty(4, device="meta", dtype=torch.float64))
     if not draw.time.device.type == draw.log_prob.device.type == "meta":
         raise ValueError(f"{sampler}: uniforms on a device must give times and log_prob on that device, got them on {draw.time.device}")

@@ -1,8 +1,8 @@
 """Derivatives of many losses along one direction of the parameters, from forward passes alone.
 
-A central difference along d costs two passes without gradients for a whole batch, where the gradient of each sample would cost a backward pass
-each. Forward-mode differentiation would be exact, but fails on fused attention and group norm. The error of the difference is of the order h²
-and, from rounding, 1/h: with ‖h·d‖ a thousandth of the parameters' norm it is about 2e-4 in float32. In bfloat16 there is no good h.
+A central difference along d costs two forward passes for a whole batch; per-sample gradients would cost one backward pass per sample.
+Forward-mode differentiation would be exact, but fails on fused attention and group norm. The truncation error of the difference is of order h², its
+rounding error of order 1/h: with ‖h·d‖ = 1/1000 of the parameters' norm the error is about 2e-4 in float32. In bfloat16 there is no good h.
 
 The metric: an optimiser's update is -P·gradient, P diagonal. With ξ ~ N(0, I) the squared derivative along P^½ξ has the mean ‖gradient‖²_P.
 """
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from noiseclock.core import ranks
 from noiseclock.core.table import wide
 
-STEP = 1e-3  # of the norm of the parameters
+STEP = 1e-3  # ‖h·d‖ as a fraction of the norm of the parameters
 
 
 def trained(modules: list[nn.Module], optimizer: Any = None) -> list[nn.Parameter]:
-    """The parameters that are trained, each once: those that require a gradient and that the optimiser, if it is known, was given.
+    """The trained parameters, each once: they require a gradient and, if the optimiser is known, belong to it.
 
-    Not the frozen rest, as of a model that is tuned through adapters: it is neither perturbed nor copied, and its gradients do not count.
+    Frozen parameters, as in fine-tuning with adapters, are neither perturbed nor copied, and their gradients do not count.
     """
     given = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = (p for module in modules for p in module.parameters() if p.requires_grad and (given is None or id(p) in given))
@@ -36,7 +36,7 @@ def trained(modules: list[nn.Module], optimizer: Any = None) -> list[nn.Paramete
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The torch optimiser behind what accelerate and others wrap around it; anything else as it is."""
+    """The torch optimiser inside a wrapper of accelerate or others; anything else is returned unchanged."""
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -48,10 +48,10 @@ def stands_still(optimizer: Any) -> bool:
 
 
 def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor | float], str]:
-    """P for each parameter, and why it is the identity where it is, or nothing.
+    """P for each parameter, and a reason if P is the identity because the optimiser's metric is unknown, else "".
 
-    Adam and AdamW: lr/(√v̂+ε) as of their last update, 0 where no gradient was ever seen. SGD: lr, whatever its momentum, which delays a step and
-    does not turn it.
+    Adam and AdamW: lr/(√v̂+ε) as of their last update, 0 where no gradient was ever seen. SGD: lr, with any momentum, because momentum delays a step
+    but does not change its direction.
     """
     unit: list[Tensor | float] = [1.0] * len(parameters)
     if isinstance(optimizer, torch.optim.SGD):
@@ -61,7 +61,7 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         known = "no optimiser is known; attach one to the clock" if optimizer is None else f"the metric of {type(optimizer).__name__} is not known"
         return unit, known
-    scales: list[Tensor | float] = [0.0] * len(parameters)  # what has no state does not move
+    scales: list[Tensor | float] = [0.0] * len(parameters)  # parameters without optimiser state have not moved
     place = {id(p): i for i, p in enumerate(parameters)}
     for group in optimizer.param_groups:
         moved = [p for p in group["params"] if id(p) in place and "exp_avg_sq" in optimizer.state.get(p, {})]
@@ -72,18 +72,18 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
 
 @torch.no_grad()
 def _adam(group: Any, states: list[Any]) -> list[Tensor]:
-    """lr/(√v̂+ε) of the parameters of a group. Each has its own count of updates: one that was frozen at first has fewer."""
+    """lr/(√v̂+ε) of the parameters of a group. Each parameter has its own step count: a parameter that was frozen at first has fewer steps."""
     if not states:
         return []
     squares = [local(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]) for state in states]
     steps = torch.stack([local(state["step"]) for state in states])
-    # a fused one has a state from its first step on, also where a GradScaler made it leave out all of them
+    # a fused Adam has a state from its first step on, even if a GradScaler has skipped every step so far
     seen = 1 - group["betas"][1] ** steps.to(squares[0].device, torch.float32).clamp(min=1)
     power = list(torch._foreach_div(squares, list(seen.unbind())))
     torch._foreach_sqrt_(power)
     torch._foreach_add_(power, group["eps"])
     torch._foreach_reciprocal_(power)
-    # What has had no gradient yet, as everything before a layer that starts at zero (adapters have one), has not moved: 1/ε would outweigh the rest.
+    # Parameters without any gradient so far, such as those before a zero-initialised layer (adapters have one), have not moved: 1/ε would dominate.
     torch._foreach_mul_(power, torch._foreach_sign(squares))
     lr = group["lr"]
     torch._foreach_mul_(power, lr.to(squares[0].device) if isinstance(lr, Tensor) else lr)
@@ -92,8 +92,8 @@ def _adam(group: Any, states: list[Any]) -> list[Tensor]:
 
 @torch.no_grad()
 def normal(parameters: Sequence[nn.Parameter], power: Sequence[Tensor | float], seed: int) -> list[Tensor]:
-    """P^½ξ for each parameter, or for this rank's part of it. Every rank draws its own: parts of one ξ where the model is spread over them, and where
-    each has a copy as many ξ, whose mean says more than one's."""
+    """P^½ξ for each parameter, or for this rank's shard of it. Every rank draws its own numbers: with a sharded model they are the parts of one ξ,
+    with replicas each rank has a ξ of its own, and the mean over ranks is less noisy."""
     mine = [local(p) for p in parameters]
     generator = torch.Generator(mine[0].device).manual_seed((seed + ranks.mine()) % 2**63)
     flat = torch.randn(sum(p.numel() for p in mine), generator=generator, device=mine[0].device)
@@ -115,10 +115,10 @@ def scaled(parts: list[Tensor], power: Sequence[Tensor | float]) -> list[Tensor]
 
 @torch.no_grad()
 def derivative(modules: list[nn.Module], parameters: Sequence[nn.Parameter], direction: Sequence[Tensor], losses: Callable[[], Tensor]) -> Tensor:
-    """(N,) the derivative of `losses()` (N,) along a direction of the modules' trained parameters, which are afterwards the same, bit for bit."""
+    """(N,) the derivative of `losses()` (N,) along a direction of the modules' trained parameters, which are restored bit for bit."""
     spread = sharded(parameters)
     for p in (p for module in modules for p in module.parameters()):
-        if p.dtype in (torch.bfloat16, torch.float16):  # a frozen one too: what it computes is rounded to its three digits
+        if p.dtype in (torch.bfloat16, torch.float16):  # frozen ones too: their outputs are rounded to three digits
             raise ValueError(f"a step of a thousandth is lost in parameters of {p.dtype}; keep them in float32 and use autocast")
     mine = [local(p) for p in parameters]
     length, size = (_norm(part, spread) for part in (direction, mine))
@@ -140,7 +140,7 @@ def derivative(modules: list[nn.Module], parameters: Sequence[nn.Parameter], dir
 
 
 def _forget_gathered(modules: list[nn.Module], spread: bool) -> None:
-    """FSDP2 may keep whole parameters between two forward passes, as they were at the first."""
+    """Make FSDP2 gather the parameters again: it may keep the full parameters of the previous forward pass."""
     for root in modules if spread else ():
         for module in root.modules():
             if isinstance(reshard := getattr(module, "reshard", None), MethodType):
@@ -148,23 +148,23 @@ def _forget_gathered(modules: list[nn.Module], spread: bool) -> None:
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP2 has sharded, sharing its memory; other tensors as they are."""
+    """This rank's shard of a tensor that FSDP2 has sharded, in the same memory; other tensors unchanged."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
 def sharded(parameters: Sequence[Tensor]) -> bool:
-    """Does each rank hold a part?"""
+    """Does each rank hold only a shard of the parameters?"""
     return any(hasattr(p, "device_mesh") for p in parameters)
 
 
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of a loss by each parameter, zeros where it has no part in it; `.grad` stays as it is.
+    """The gradient of a loss for each parameter, zeros for parameters that the loss does not use; `.grad` is left unchanged.
 
-    Those of a model that FSDP2 has sharded are of the mean over ranks, in parts.
+    With a model that FSDP2 has sharded: the shards of the gradient of the mean loss over ranks.
     """
     if not sharded(parameters):
         return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    # what runs are gathered copies, and only a whole backward pass, which adds to `.grad`, brings their gradient back to the parts
+    # FSDP2 computes with gathered copies; only a full backward pass, which adds to `.grad`, reduces their gradients to the shards
     kept = [p.grad for p in parameters]
     try:
         for p in parameters:
@@ -183,7 +183,7 @@ def _norm(tensors: Sequence[Tensor], spread: bool) -> Tensor:
 
 
 def _shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive numbers in the shapes of other tensors and in their order of memory: only then do operations on both lists run as one on a GPU."""
+    """Consecutive numbers in the shapes and memory formats of other tensors: only then do foreach operations on both lists fuse on a GPU."""
     parts: list[Tensor] = []
     start = 0
     for t in like:

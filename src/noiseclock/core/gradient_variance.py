@@ -1,8 +1,8 @@
-"""Sampling in proportion to the variance of the gradient (the adaptive paper's Table 4), and the estimate that it rests on.
+"""Sampling in proportion to the variance of the gradient (the adaptive paper's Table 4), and the estimator of this variance.
 
 With separate parameters for every time, SGD needs a number of updates in proportion to Tr Var[g_t], the variance over (x0, eps) of the gradient
-g_t = ∇_θ ℓ_t of the plain loss (2411.09998, Theorem 1); sampling in that proportion would then be right. Real models share their parameters, and
-the paper shows that it fails there (FID 11.3 where the uniform sampler gets 3.19). It is here as a baseline.
+g_t = ∇_θ ℓ_t of the plain loss (2411.09998, Theorem 1); sampling in that proportion would then be right. Real models share their parameters between
+times, and the paper shows that the method fails there (FID 11.3, against 3.19 with the uniform sampler). It is here as a baseline.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from noiseclock.core.table import wide
 
 @dataclass
 class GradientVariance(LearnedDensity):
-    """p* ∝ base·Tr Var[g_t] in bins of time, of the unweighted loss; not its root, and without importance correction, as in the paper.
+    """p* ∝ base·Tr Var[g_t] of the unweighted loss, in bins of time; without a square root and without importance correction, as in the paper.
 
-    bins: of time. samples: (x0, eps) in each bin, half of them in either half of a pair. pairs: of backward passes in each bin, see
-    `gradient_moments`. every: optimiser updates between estimates; each replaces the one before. floor: the share of the base in p.
+    bins: number of time bins. samples: number of (x0, eps) in each bin, half of them in each half of the pairs. pairs: pairs of backward passes in
+    each bin, see `gradient_moments`. every: optimiser updates between estimates; a new estimate replaces the old one. floor: the share of the base
+    in p.
 
-    An estimate is 2·bins·pairs backward passes of samples/(2·pairs) rows, so by default 2048 samples, or 16 training steps at batch 128. Bins
-    whose gradient is not finite keep what they had and are counted in `skipped`.
+    An estimate takes 2·bins·pairs backward passes of samples/(2·pairs) rows: by default 2048 samples, as many as 16 training steps at batch 128.
+    Estimates that are not finite are left out and counted in `skipped`; a bin with no finite estimate keeps its old value.
     """
 
     bins: int = 32
@@ -67,7 +68,7 @@ class GradientVariance(LearnedDensity):
 
     @property
     def variance(self) -> Tensor:
-        """(bins,) the estimate that is in use, float64, on the CPU; 0 where there is none yet."""
+        """(bins,) the current estimate, float64, on the CPU; 0 for a bin without an estimate."""
         return self._buffers["variance"].cpu().double()
 
     @property
@@ -80,9 +81,9 @@ class GradientVariance(LearnedDensity):
         return {**super().info, "skipped": self.skipped}
 
     def after(self, probe: Probe, batch: Batch) -> None:
-        """Estimate anew. After the update and not before it, because a clock asks for a changed density then."""
+        """Make a new estimate. This happens after the update, because a clock expects the density to change then."""
         self._move_(probe.x0.device)
-        # the last batch of an epoch may differ between ranks, which must do the same number of passes
+        # the last batch of an epoch may differ in size between ranks, but all ranks must make the same number of passes
         half, pairs = split(self.samples, self.pairs, ranks.least(len(probe.x0), probe.x0.device))
         time = (torch.arange(self.bins * pairs, dtype=torch.float64, device="cpu") + 0.5) / (self.bins * pairs)
         found = gradient_moments(probe, time, half)[0].reshape(self.bins, pairs)
@@ -99,7 +100,7 @@ class GradientVariance(LearnedDensity):
 
 
 def split(samples: int, pairs: int, rows: int) -> tuple[int, int]:
-    """How `samples` are halved: rows in a half and the number of pairs, at least `pairs`, more where a pair would need more than the `rows`.
+    """How to divide `samples`: the rows in a half, and the number of pairs, which is above `pairs` if a pair would need more than `rows` rows.
 
     >>> split(64, 4, 128), split(64, 4, 10)
     ((8, 4), (5, 7))
@@ -115,24 +116,24 @@ def split(samples: int, pairs: int, rows: int) -> tuple[int, int]:
 def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
     """(2, n): Tr Var[g_t] and E‖g_t‖² at times (n,), float64 where the device has it.
 
-    Two halves of m samples each, no sample or noise in both, have mean gradients G and H, each with the expectation E g and Tr Var g/m. So
+    Two halves of m samples each share no sample and no noise. Their mean gradients G and H both have the mean E g and the variance Tr Var g/m. So
 
         m·‖G-H‖²/2              estimates Tr Var g, and
         m·‖G-H‖²/2 + G·H        estimates E‖g‖², as G·H does ‖E g‖²,
 
-    both without bias and never below zero; at m = 1 the second is (‖G‖²+‖H‖²)/2. Over k independent pairs the relative error of the variance is
-    about √(2/(k·D) + κ/(2mk)): D = (Tr Σ)²/Tr Σ² counts the directions over which Σ = Var g spreads, κ is the spread of ‖g-E g‖² among
-    samples, squared and relative. Per-sample gradients (vmap) would save the first term at the price of models that must allow it and of a
-    gradient for every sample in memory; this takes any callable, m rows at a time.
+    both unbiased and never negative; at m = 1 the second is (‖G‖²+‖H‖²)/2. Over k independent pairs the relative error of the variance is about
+    √(2/(k·D) + κ/(2mk)): D = (Tr Σ)²/Tr Σ² is the effective number of dimensions of Σ = Var g, κ is the squared relative spread of ‖g-E g‖² over
+    samples. Per-sample gradients (vmap) would avoid the first term, but the model must support vmap and every sample's gradient must fit into
+    memory; this function takes any callable, m rows at a time.
 
-    Parameters that require no gradient do not count, and `.grad` is afterwards what it was. The gradient of a sharded model (FSDP2) is the mean
-    over its ranks, so m counts the samples of all of them.
+    Parameters that require no gradient do not count, and `.grad` is left unchanged. The gradient of a sharded model (FSDP2) is the mean over its
+    ranks, so m counts the samples of all ranks.
     """
     parameters = trained(probe.modules, probe.optimizer)
     rows, m = len(probe.x0), half * _shards(parameters)
-    # a compiled model would be compiled anew for m rows
+    # a compiled model would recompile for m rows
     predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)
-    # float16 gradients vanish without a loss scale, and bfloat16 ones do not
+    # without a loss scale float16 gradients underflow, bfloat16 gradients do not
     autocast = probe.autocast if probe.autocast is torch.bfloat16 else None
     found = []
     with ExitStack() as stack:
@@ -142,7 +143,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
         stack.enter_context(undisturbed(probe.modules, probe.x0.device))
         stack.enter_context(torch.autocast(probe.x0.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False))
         for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
-            # other samples at every time, and other noises for them: shifted by i, so that a half never holds one of either twice
+            # every time gets other samples and, shifted by i, other noises for them; no half holds a sample or a noise twice
             chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows
             g, h = (_gradient(probe, predict, parameters, t.expand(half), part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))
             apart = sum((_whole((a - b).square().sum(dtype=wide(t.device))) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
@@ -163,7 +164,7 @@ def _gradient(probe: Probe, predict: Predict, parameters: list[nn.Parameter], ti
 
 
 def _shards(parameters: list[nn.Parameter]) -> int:
-    """The number of ranks that hold a part of the parameters, 1 for a model that is whole."""
+    """The number of ranks over which the parameters are sharded, 1 for a model that is not sharded."""
     return max((int(p.device_mesh.size()) if hasattr(p, "device_mesh") else 1 for p in parameters), default=1)
 
 

@@ -1,10 +1,10 @@
-"""Signs that a learned sampler is in trouble, said once each, with advice."""
+"""Warnings that a learned sampler is in trouble, each given once, with advice."""
 
 from __future__ import annotations
 
 import warnings
 
-LEAST_ESS = 0.1  # a smaller effective sample size of importance weights, as a share of the batch, is warned of
+LEAST_ESS = 0.1  # warn below this effective sample size of the importance weights, as a share of the batch
 
 
 class Health:
@@ -14,7 +14,7 @@ class Health:
         self.said: set[str] = set()
 
     def warn(self, kind: str, message: str) -> None:
-        """Say it unless it was said before."""
+        """Give this warning unless one of its kind was given before."""
         if kind not in self.said:
             self.said.add(kind)
             warnings.warn(message, stacklevel=3)

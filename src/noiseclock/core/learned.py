@@ -1,4 +1,4 @@
-"""Densities that change during training, kept on the device that they are drawn on.
+"""Densities that change during training, kept on the device where times are drawn.
 
 A `LearnedDensity` is constant on n equal cells of time. Its probabilities are one tensor that is written in place, so a draw never waits for
 the host, and a captured graph that reads them sees every change.
@@ -23,7 +23,7 @@ from noiseclock.core.table import lasting, wide
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """(n,) sums of the first 1..n values, by doubling: the same bits on every rank, which CUDA's cumsum does not promise."""
+    """(n,) cumulative sums, by doubling: bit-identical on every rank, which CUDA's cumsum does not guarantee."""
     shift = 1
     while shift < len(x):
         x = torch.cat([x[:shift], x[shift:] + x[:-shift]])
@@ -32,7 +32,7 @@ def running_sum(x: Tensor) -> Tensor:
 
 
 class Buffers:
-    """Named tensors that outlive the step, live on one device together and are written in place."""
+    """Named tensors that persist between steps, share one device and are written in place."""
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
@@ -45,7 +45,7 @@ class Buffers:
         return next(iter(self._tensors.values())).device
 
     def move_(self, device: torch.device) -> None:
-        """Go to another device; floats are float64 where it has that."""
+        """Move to another device; floats are float64 if the device supports it."""
         if device != self.device:
             with lasting():
                 self._tensors = {name: t.to(device, wide(device) if t.is_floating_point() else None) for name, t in self._tensors.items()}
@@ -71,12 +71,12 @@ class Buffers:
 class LearnedDensity(Sampler):
     """A density that is constant on n equal cells of time and changes during training. Subclasses are dataclasses with a `floor`.
 
-    p = (1-floor)·p* + floor·base on the cells, with p* what `set_density_` is given; so where the base is even within each cell no
-    importance weight base/p is above 1/floor. Until anything is known p is the base on the cells. A Clock binds a copy of its own, which
-    starts from there; used alone, the base is the uniform.
+    p = (1-floor)·p* + floor·base on the cells, where p* is the density passed to `set_density_`. So no importance weight base/p exceeds
+    1/floor if the base is constant within each cell. Until something is learned, p is the base on the cells. A Clock binds its own copy, which
+    starts from the base; without a Clock the base is uniform.
 
-    To write one: say how many `cells` there are, name the tensors to keep in `_statistics`, call `_begin` at the end of `__post_init__`,
-    and `set_density_` whenever more is known.
+    To write a subclass: define the number of `cells`, return the tensors to keep from `_statistics`, call `_begin` at the end of
+    `__post_init__`, and call `set_density_` whenever there is a new estimate.
     """
 
     floor: float
@@ -91,7 +91,7 @@ class LearnedDensity(Sampler):
         """The number n of cells."""
 
     def _statistics(self) -> dict[str, Tensor]:
-        """The tensors that it learns with, on the CPU: kept with the density, moved and saved with it."""
+        """The tensors that the sampler learns with, on the CPU; they are moved and saved together with the density."""
         return {}
 
     def __post_init__(self) -> None:
@@ -100,14 +100,14 @@ class LearnedDensity(Sampler):
             raise ValueError(f"{type(self).__name__}: floor must lie between 0 and 1, got {self.floor}")
 
     def _begin(self, base: Sampler | None = None, steps: int = 0) -> None:
-        """Start from the base, knowing nothing. steps: of the schedule, if it has any."""
+        """Start from the base, with empty statistics. steps: the number of steps of the schedule, 0 in continuous time."""
         self.base = Uniform() if base is None else base
         self._health = Health()
-        self._told: Later | None = None  # what the next look at its health sees
+        self._told: Later | None = None  # numbers for the next health check, on their way to the host
         with lasting():
             pmf = torch.zeros(self.cells, dtype=torch.float64, device="cpu")
             self._buffers = Buffers(pmf=pmf, **self._statistics())
-            # what follows from pmf: not saved, and written with it
+            # derived from pmf: written together with it, not saved
             self._tables = Buffers(borders=pmf.new_zeros(self.cells + 1), lines=pmf.new_zeros(5, self.cells), log_pmf=pmf.new_zeros(steps))
             self._write(self._base_cells())
 
@@ -138,7 +138,7 @@ class LearnedDensity(Sampler):
         if n == steps:
             mass = pmf[step]
         else:
-            # the ends t/T and (t+1)/T of a step in units of cells, whole part and rest: integers make no rounding errors
+            # the ends t/T and (t+1)/T of a step in units of cells, as quotient and remainder: integers have no rounding errors
             start, stop = step * n, (step + 1) * n
             first, last = start // steps, (stop // steps).clamp(max=n - 1)
             before, after = ((place - i * steps).to(pmf.dtype) / steps for place, i in ((start, first), (stop, last)))
@@ -146,12 +146,12 @@ class LearnedDensity(Sampler):
         return mass.clamp(min=TINY).log()
 
     def _on(self, device: torch.device, name: str) -> Tensor:
-        """A table of the density. On another device than it lives on this is a copy, made anew each time: only a plot or the first step asks."""
+        """A table of the density. For another device each call makes a new copy: only plots and the first step need that."""
         table = self._buffers["pmf"] if name == "pmf" else self._tables[name]
         return table if table.device == device else table.to(device, wide(device))
 
     def update(self, batch: Batch, losses: Tensor) -> None:
-        # one that does not learn from losses must move all the same: resumed, it would be copied to the device at every draw until its next probe
+        # a sampler that does not learn from losses must move too: after a resume every draw would copy it to the device until its next probe
         self._move_(losses.device)
 
     def _move_(self, device: torch.device) -> None:
@@ -159,14 +159,14 @@ class LearnedDensity(Sampler):
         self._tables.move_(device)
 
     def _base_cells(self) -> Tensor:
-        """(n,) the probabilities of the cells under the base, which may be annealed, so they are asked for anew."""
+        """(n,) the probabilities of the cells under the base; recomputed at each call, because the base may be annealed."""
         index = torch.arange(self.cells, device=self._buffers.device)
         base = self.base.log_pmf(index, self.cells).exp()
         return base / base.sum()
 
     @torch.no_grad()
     def set_density_(self, wanted: Tensor, known: Tensor) -> None:
-        """Draw in proportion to wanted (n,), not negative, and floor·base; from the base unless `known` (0-d, bool) and wanted is a density."""
+        """Set p to (1-floor)·p* + floor·base, p* ∝ wanted (n,) >= 0; to the base unless `known` (0-d, bool) and wanted can be normalised."""
         base, total = self._base_cells(), wanted.sum()
         mixed = (1 - self.floor) * wanted / total + self.floor * base
         known = known & (total > TINY) & mixed.isfinite().all()
@@ -177,7 +177,7 @@ class LearnedDensity(Sampler):
         self._tabulate()
 
     def _tabulate(self) -> None:
-        """What every draw reads, from the probabilities as they are."""
+        """Recompute the tables that every draw reads, from the current probabilities."""
         pmf, borders, log_pmf = self._buffers["pmf"], self._tables["borders"], self._tables["log_pmf"]
         borders[1:].copy_(running_sum(pmf).clamp(max=1))
         borders[-1:].fill_(1.0)
@@ -185,12 +185,12 @@ class LearnedDensity(Sampler):
         if steps := len(log_pmf):
             log_pmf.copy_(self._log_pmf(torch.arange(steps, device=pmf.device), steps, pmf, borders))
 
-    # --- how it fares -------------------------------------------------------------------------------------------------------------------
+    # --- health -------------------------------------------------------------------------------------------------------------------------
 
     def ess(self) -> float:
         """The effective sample size of the importance weights as a share of the batch, 1/E_p[(base/p)²] over the cells; reads the device.
 
-        1 where p is the base, and never under `floor`.
+        1 if p is the base, and never below `floor`.
         """
         return float(self._ess())
 
@@ -202,7 +202,7 @@ class LearnedDensity(Sampler):
         return {"ess": self.ess()}
 
     def _check_health(self, skipped: Tensor) -> None:
-        """Warn of a small effective sample size and of losses (0-d: how many) that were `skipped`; late rather than wait for the device."""
+        """Warn of a small effective sample size and of `skipped` losses (0-d, their number); late, because it does not wait for the device."""
         if self._health.said >= {"ess", "skipped"}:
             return
         if self._told is None and skipped.device.type != "meta":
@@ -227,7 +227,7 @@ class LearnedDensity(Sampler):
         return {**self._buffers.state_dict(), **self._counters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it; one that does not fit is refused before anything is changed."""
+        """Restore a state; a state that does not fit is refused before anything is changed."""
         mine, name = self.state_dict(), type(self).__name__
         if set(state) != set(mine):
             raise ValueError(f"{name}: its state has {', '.join(sorted(mine))}, but was given {', '.join(sorted(map(str, state))) or 'nothing'}")
@@ -241,7 +241,7 @@ class LearnedDensity(Sampler):
         self._load_counters(counters)
 
     def _counters(self) -> dict[str, int]:
-        """Whole numbers on the host that belong to the state."""
+        """Integers on the host that belong to the state."""
         return {}
 
     def _load_counters(self, counters: dict[str, int]) -> None: ...

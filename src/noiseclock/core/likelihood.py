@@ -34,12 +34,12 @@ def _model_variance(schedule: Discrete, step: Tensor, variance: str) -> Tensor:
     choose("variance", variance, VARIANCES)
     if variance == "fixed-large":
         return schedule.posterior(schedule.time_of(step)).large
-    # the posterior of step 0 has no variance at all, so it borrows that of step 1
+    # the posterior variance of step 0 is 0, so step 0 uses the variance of step 1
     return schedule.posterior(schedule.time_of(step.clamp(min=1))).variance
 
 
 def prior_term(schedule: Discrete, x0: Tensor) -> Tensor:
-    """(B,) what the end of the forward process still knows of x0."""
+    """(B,) KL of q(x_T|x0) and N(0, I): the information on x0 that is left at the end of the forward process."""
     time = schedule.time_of(torch.full((len(x0),), schedule.steps - 1, device=x0.device))
     a, s = schedule(time)
     signal = (column(a, x0) * x0).square().flatten(1).mean(1)
@@ -47,7 +47,7 @@ def prior_term(schedule: Discrete, x0: Tensor) -> Tensor:
 
 
 def kl_term(schedule: Discrete, step: Tensor, x0: Tensor, x0_predicted: Tensor, *, variance: str = "fixed-large") -> Tensor:
-    """(B,) KL of the true and the predicted step back, for steps (B,) from 1 on."""
+    """(B,) KL of the true and the predicted reverse step, for steps (B,) from 1 on."""
     if step.device.type == "cpu" and bool((step < 1).any()):
         raise ValueError("the KL terms begin at step 1; step 0 is the decoder's")
     posterior = schedule.posterior(schedule.time_of(step))
@@ -58,7 +58,7 @@ def kl_term(schedule: Discrete, step: Tensor, x0: Tensor, x0_predicted: Tensor, 
 
 
 def decoder_term(schedule: Discrete, x0: Tensor, x0_predicted: Tensor, *, variance: str = "fixed-large", levels: int = 256) -> Tensor:
-    """(B,) -log p(x0|x_1) of data on `levels` equal steps from -1 to 1: the Gaussian's mass in the cell of x0, open at both ends."""
+    """(B,) -log p(x0|x_1) for data with `levels` equally spaced values from -1 to 1: the Gaussian's mass in the cell of x0; end cells reach to ±∞."""
     sigma2 = _model_variance(schedule, torch.zeros(1, dtype=torch.long, device=x0.device), variance)
     half = 1 / (levels - 1)
     # at step 0 the posterior mean is the predicted x0 itself
@@ -93,7 +93,7 @@ def bound(
     levels: int = 256,
     generator: torch.Generator | None = None,
 ) -> Bound:
-    """The whole bound for a batch, with one forward of `predict(x_t, t)` per step and fresh noise at each; the model's mode is the caller's.
+    """The whole bound for a batch: one forward pass of `predict(x_t, t)` with fresh noise per step; the caller sets train or eval mode.
 
     x0: (B, ...) in [-1, 1]. cond: as in `Clock.draw`. The generator, if any, is on the device of x0.
     """

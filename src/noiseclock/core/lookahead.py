@@ -1,14 +1,14 @@
-"""Which noise levels help the objective that is meant: the first-order utility of a sample.
+"""Which noise levels help a target objective: the first-order utility of a sample.
 
-An update by the sample i alone, -η·P·g_i, lowers a target J by u_i = η·g_i·P∇J to first order. By symmetry that is the derivative of the sample's
-own loss along d = η·P∇J: so one gradient of J and two forward passes price a whole batch (`core/directions.py`). c(t) = E[u | t] tells, in units of
-J per update, which times help and which hurt.
+An update by sample i alone, -η·P·g_i, lowers a target J by u_i = η·g_i·P∇J to first order. By symmetry u_i is the derivative of the sample's own
+loss along d = η·P∇J, so one gradient of J and two forward passes give the u_i, the prices, of a whole batch (`core/directions.py`).
+c(t) = E[u | t] tells, in units of J per update, which times help and which hurt.
 
-The priced samples must not be among those that gave ∇J. Where they are, E u_i has ‖g_i‖²_P/n on top, the influence of a sample on itself, which has
-nothing to do with what it does for others.
+The priced samples must not be among the samples that gave ∇J. Otherwise E u_i contains an extra ‖g_i‖²_P/n, the influence of a sample on itself,
+which says nothing about its effect on other samples.
 
-c(t) is first of all a diagnostic. As a density it has no optimum of its own: the gain is linear in p, and would put all mass on one time. So
-`Lookahead` takes a power of it, above a floor.
+c(t) is mainly a diagnostic. It defines no optimal density: the gain is linear in p, so the optimum would put all mass on one time. `Lookahead`
+therefore uses a power of c(t) and a floor.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TARGETS: dict[str, Callable[[], Weighting]] = {"simple": lambda: Constant(on="ep
 
 
 def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequence[Tensor | float], *, number: int = 0) -> tuple[Tensor, Tensor]:
-    """Times (n,), and for a sample at each the decrease of the target that an update by it alone brings, (n,), float64.
+    """Times (n,), and for a sample at each time the decrease of the target by an update with this sample alone, (n,), float64.
 
-    The first half of the probe's batch gives ∇J, J = E over uniform times of the target's weight times the loss; the other half, with noise of its
-    own, is priced by the loss that is trained, `weighting` included. power: the
-    optimiser's P (`core.directions.metric`). number: of the probe, by which times move on.
+    The first half of the probe's batch gives ∇J, where J is the mean over uniform times of the target's weight times the loss. The second half, with
+    its own noise, is priced by the training loss, `weighting` included. power: the optimiser's P (`core.directions.metric`). number: the index of
+    the probe, which shifts the times.
     """
     size = len(probe.x0)
     if size < 4:
@@ -58,8 +58,8 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
 
 
 def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
-    """∇J of some samples, the mean over all ranks; `.grad` stays as it is."""
-    # a predict that replays graphs has one for gradients too
+    """∇J from the samples `rows`, averaged over all ranks; `.grad` is left unchanged."""
+    # a `predict` that replays CUDA graphs has a graph for gradients too
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
     total: list[Tensor] = []
@@ -73,7 +73,7 @@ def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, tim
                 torch._foreach_add_(total, found)
             else:
                 total = [f.clone() for f in found] if len(rows) > probe.rows else list(found)
-    if not sharded(parameters):  # whose gradient is the mean over ranks already
+    if not sharded(parameters):  # the gradient of a sharded model is already the mean over ranks
         ranks.average_(total)
     return total
 
@@ -81,7 +81,7 @@ def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, tim
 def gradient_of_sum(
     predict: Predict, parameters: Sequence[Tensor], x_t: Tensor, t: Tensor, cond: Any, target: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """The gradient of Σ weight·loss over a batch, for each parameter; of a model that FSDP2 has sharded, this rank's part of the mean over ranks."""
+    """The gradient of Σ weight·loss over a batch, for each parameter; for a model sharded by FSDP2, this rank's shard of the mean over ranks."""
     with torch.enable_grad():
         loss = (squared_error(call(predict, x_t, t, cond), target) * weight).sum()
         return tuple(map(local, gradients(loss, parameters)))
@@ -89,13 +89,13 @@ def gradient_of_sum(
 
 @dataclass
 class Lookahead(Priced):
-    """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·max(c, 0)^power: more of what helps the target.
+    """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·max(c, 0)^power: times that help the target are drawn more often.
 
-    Choose it for its `curve`, c(t) and its standard error; as a sampler it was not ahead of the uniform one (docs/choose.md).
+    Use it for its `curve`: c(t) and its standard error. As a sampler it was not better than the uniform one (docs/choose.md).
 
-    target: "simple" (the plain error of the noise), "min-snr", "vlb", or a weighting. every: optimiser updates between probes, each a gradient of
-    half a batch and two forward passes of the other. bins: of time. decay: of old estimates with each probe. warmup: probes before it moves. power:
-    0 stays at the base, 1 samples in proportion to the utility.
+    target: "simple" (the plain error of the noise), "min-snr", "vlb", or a weighting. every: optimiser updates between probes; a probe takes a
+    gradient on half of a batch and two forward passes on the other half. bins: number of time bins. decay: factor on old estimates at each probe.
+    warmup: probes before the density leaves the base. power: 0 stays at the base, 1 samples in proportion to the utility.
     """
 
     target: str | Weighting = "simple"

@@ -1,14 +1,14 @@
-"""Samplers that learn from the losses of training itself, at no extra forward.
+"""Samplers that learn from the training losses, without extra forward passes.
 
-With importance correction the mean of the gradient does not depend on p, and its variance is least at p* ∝ base·√E‖w∇ℓ_t‖². Gradients are not
-seen here; the losses stand in for them:
+With importance correction the mean of the gradient does not depend on p, and its variance is minimal at p* ∝ base·√E‖w∇ℓ_t‖². These samplers do
+not see gradients and use losses instead:
 
     LossSecondMoment    p* ∝ base·√E[(w·ℓ)²]    in bins of time
     LossEMA             p* ∝ base·E[w·ℓ]        in bins of time (Kingma & Gao, 2303.00848)
     LossHistory         p* ∝ base·√E[ℓ²]        for each step, over its last losses (improved-diffusion, 2102.09672)
 
-ℓ is the unweighted loss of a sample, w = batch.weight its weight, without the importance correction. Each rank adds up its own losses; every
-`refresh` optimiser updates the ranks put them together, so that all draw from one density. There is no other communication.
+ℓ is the unweighted loss of a sample, w = batch.weight its weight, without the importance correction. Each rank sums its own losses; every
+`refresh` optimiser updates the ranks combine their sums, so that all ranks draw from one density. There is no other communication.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from noiseclock.core.samplers import TINY, Sampler, Setting
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.table import cell, widen
 
-MOST_WAITING = 64  # batches
-SILENT = 100  # updates without any loss before that is said
+MOST_WAITING = 64  # batches that wait before they are added to the buffers
+SILENT = 100  # updates without any loss before a warning
 ENOUGH = 0.9  # the share of the base that must be known before the density leaves it
 
 
 class LossBased(LearnedDensity):
-    """A density that is learned from losses and set anew every `refresh` optimiser updates. Losses that are not finite are skipped and counted.
+    """A density that is learned from losses and recomputed every `refresh` optimiser updates. Losses that are not finite are skipped and counted.
 
-    To write one: add a batch to the buffers in `_add`, and put the ranks' buffers together and set the density in `_fold`.
+    To write a subclass: add a batch to the buffers in `_add`; combine the ranks' buffers and set the density in `_fold`.
     """
 
     refresh: int
@@ -51,9 +51,9 @@ class LossBased(LearnedDensity):
         super()._begin(base, steps)
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # times, weights and losses that are not in the buffers yet
         self._since = 0  # updates since the density was set
-        self._seen = 0  # the count of updates at the last one
+        self._seen = 0  # the update count at the last call of `advance`
         self._resumed = False
-        self._heard = False  # of any loss
+        self._heard = False  # has any loss arrived?
 
     @property
     def needs_updates(self) -> bool:
@@ -71,22 +71,22 @@ class LossBased(LearnedDensity):
 
     @abstractmethod
     def _add(self, time: Tensor, weight: Tensor, losses: Tensor) -> Tensor:
-        """Put samples into the buffers: times, weights and losses (N,), float64; (N,) which of the losses were finite.
+        """Add times, weights and losses (N,), float64, to the buffers; returns (N,) which losses were finite.
 
-        Two calls must do exactly what one call with both does.
+        Two calls must have exactly the effect of one call with both inputs.
         """
 
     @abstractmethod
     def _fold(self) -> None:
-        """Learn from what all ranks noted since the last time."""
+        """Learn from the losses of all ranks since the last call."""
 
     @torch.no_grad()
     def update(self, batch: Batch, losses: Tensor) -> None:
         losses = take_losses(losses, batch.time)
         super().update(batch, losses)
         self._heard = True
-        # An eager step is bound by its launches, and many batches are added up in as many of them as one. A captured graph is replayed
-        # without this line, so there nothing can wait.
+        # An eager step is bound by kernel launches, and adding many batches takes as many launches as adding one, so batches wait. A captured
+        # graph replays without this Python code, so there nothing can wait.
         if losses.is_cuda and torch.cuda.is_current_stream_capturing():
             self._note(batch.time, batch.weight, losses)
             return
@@ -114,8 +114,8 @@ class LossBased(LearnedDensity):
 
     @torch.no_grad()
     def advance(self, updates: int) -> bool:
-        # A Clock that has loaded a state tells its count once more, which is no update. Otherwise calls are counted and not updates: their count may
-        # fall by what a fused optimiser turns out to have skipped.
+        # A Clock that has loaded a state calls this once more with the same count, which is no update. Otherwise calls are counted, not updates: the
+        # update count falls when a fused optimiser turns out to have skipped steps.
         told_again, self._resumed = self._resumed and updates <= self._seen, False
         if told_again:
             return False
@@ -141,11 +141,11 @@ class LossBased(LearnedDensity):
 
 
 class BinnedLoss(LossBased):
-    """Fading means of a moment of w·ℓ in equal bins of time.
+    """Exponentially decaying means of a moment of w·ℓ in equal bins of time.
 
-    A bin is known once it has seen `warmup` losses; one that is not takes a value between those of its known neighbours, by distance. The
-    density is the base until bins with 90 % of the base are known. Old losses fade by `decay` with every update that brings new ones, so a bin
-    that is drawn seldom keeps what it knows. Bins lie in time and not in log-SNR, where a quarter of them would be empty on a cosine schedule.
+    A bin is known once it has seen `warmup` losses; unknown bins are interpolated linearly between their known neighbours. The density is the
+    base until the known bins hold 90 % of the base's mass. In each bin old losses decay by `decay` per update, but only when new losses arrive,
+    so a rarely drawn bin keeps its estimate. Bins are equal in time, not in log-SNR, where a quarter of them would be empty on a cosine schedule.
     """
 
     bins: int
@@ -166,13 +166,13 @@ class BinnedLoss(LossBased):
         return self.bins
 
     def _statistics(self) -> dict[str, Tensor]:
-        # rows of `pending` (this rank's) and `faded` (all ranks'): how many losses, and the sum of their moments
+        # rows of `pending` (this rank's) and `faded` (all ranks'): the number of losses, and the sum of their moments
         zeros = torch.zeros(2, self.bins, dtype=torch.float64, device="cpu")
         return {"pending": zeros, "faded": zeros.clone(), "count": zeros[0].clone(), "skipped": torch.zeros((), dtype=torch.int64, device="cpu")}
 
     @abstractmethod
     def _moment(self, losses: Tensor, weight: Tensor) -> Tensor:
-        """What is averaged, from ℓ and w (B,)."""
+        """The quantity that is averaged, from ℓ and w (B,)."""
 
     @abstractmethod
     def _price(self, mean: Tensor) -> Tensor:
@@ -199,15 +199,15 @@ class BinnedLoss(LossBased):
 
 @dataclass
 class LossSecondMoment(BinnedLoss):
-    """p* ∝ base·√E[(w·ℓ)²] in bins of time: the density that gives a corrected estimate of the loss the least variance.
+    """p* ∝ base·√E[(w·ℓ)²] in bins of time: the density that minimises the variance of the corrected loss.
 
-    The one to start with where nothing may be spent: it reads the losses of training, and no more passes are made. It is the gradient's best density
-    too, as far as the size of a sample's gradient goes with its loss. `LossSecondMoment.published()` is the original, step by step.
+    Start with this one if extra compute is not allowed: it reads the training losses and makes no extra passes. It also minimises the variance of
+    the gradient if a sample's gradient norm is proportional to its loss. `LossSecondMoment.published()` is the original, with a history per step.
 
-    bins: of time. decay: of old losses with each update, so that about the last 1/(1-decay) updates count. floor: the share of the base in p.
-    refresh: updates between new densities. warmup: losses in a bin before it is known. power: p* ∝ base·√E[(w·ℓ^power)²]. The gradient of a squared
-    error is as large as the error itself, the root of ℓ, times that of the network: so ½ would be the gradient's best density if the network
-    were as steep at all times, and what was measured lies between the two (docs/log.md).
+    bins: number of time bins. decay: factor on old losses per update, so that about the last 1/(1-decay) updates count. floor: the share of the base
+    in p. refresh: updates between new densities. warmup: losses in a bin before it is known. power: p* ∝ base·√E[(w·ℓ^power)²]. The gradient of a
+    squared error is the error, of size √ℓ, times the gradient of the network. So power = ½ would be optimal for the gradient if the network's
+    gradient had the same norm at all times; the best measured power lies between ½ and 1 (docs/log.md).
     """
 
     bins: int = 64
@@ -237,9 +237,9 @@ class LossSecondMoment(BinnedLoss):
 
 @dataclass
 class LossEMA(BinnedLoss):
-    """p* ∝ base·E[w·ℓ] in bins of time, so that every time contributes alike to the loss (Kingma & Gao, who bin log-SNR).
+    """p* ∝ base·E[w·ℓ] in bins of time, so that every time contributes equally to the loss (Kingma & Gao, who bin log-SNR).
 
-    It costs as little as LossSecondMoment, with a mean where that has a root mean square: times with a few large losses are drawn less.
+    It costs as little as LossSecondMoment, and uses the mean instead of the root mean square: times with a few large losses are drawn less.
     """
 
     bins: int = 100
@@ -259,9 +259,9 @@ class LossEMA(BinnedLoss):
 class LossHistory(LossBased):
     """p = (1-floor)·p* + floor·base with p* ∝ base·√(mean of ℓ² over the last `length` losses of the step), for discrete steps.
 
-    With the uniform base this is improved-diffusion's LossSecondMomentResampler, to compare with: LossSecondMoment's bins know enough far sooner. No
-    more passes are made. The density is the base until every step has seen `length` losses, 10,000 at the least with 1000 steps. Between refreshes
-    each rank remembers the last `length` losses of a step; they are joined in the order of the ranks.
+    With the uniform base this is improved-diffusion's LossSecondMomentResampler, a baseline: the bins of LossSecondMoment are known far sooner. It
+    makes no extra passes. The density is the base until every step has seen `length` losses, at least 10,000 in total with 1000 steps. Between
+    refreshes each rank keeps the last `length` losses of a step; a refresh joins them in the order of the ranks.
     """
 
     length: int = 10
@@ -298,12 +298,12 @@ class LossHistory(LossBased):
         return bound
 
     def _on(self, device: torch.device, name: str) -> Tensor:
-        _ = self._steps  # says so if there is no schedule yet
+        _ = self._steps  # raises if there is no schedule yet
         return super()._on(device, name)
 
     def _statistics(self) -> dict[str, Tensor]:
-        # Rings: the i-th loss of a step since the ring was emptied lies in column i mod length. `pending` (this rank's) and `history` (all
-        # ranks') with the number of losses that went through each. The last row of `pending` takes what is not to be kept.
+        # Ring buffers: the i-th loss of a step since the last reset is in column i mod length. `waiting` and `passed` count the losses that were
+        # written to `pending` (this rank's) and `history` (all ranks'). The last row of `pending` takes the losses that are discarded.
         pending = torch.zeros(self.cells + 1, self.length, dtype=torch.float64, device="cpu")
         waiting = torch.zeros(self.cells + 1, dtype=torch.int64, device="cpu")
         return {
@@ -319,12 +319,12 @@ class LossHistory(LossBased):
         nowhere = len(waiting) - 1
         finite = losses.square().isfinite()
         step = torch.where(finite, self._steps.step(time), nowhere)
-        # the place of each sample among those of its step: in sorted order, how far it is from the first of them
+        # the index of each sample within its step: in sorted order, the distance from the first sample of this step
         step, order = step.sort(stable=True)
         losses = losses[order]
         place = torch.arange(len(step), device=step.device) - torch.searchsorted(step, step)
         count = torch.zeros_like(waiting).index_add_(0, step, torch.ones_like(step))
-        # of more than `length` losses of one step the last ones stay, so that no two are written to one column
+        # if a step has more than `length` losses only the last ones are kept, so that no two are written to one column
         row = torch.where(place >= count[step] - self.length, step, nowhere)
         pending.index_put_((row, (waiting[step] + place) % self.length), torch.where(row < nowhere, losses, 0.0))
         waiting.add_(count)
@@ -348,7 +348,7 @@ class LossHistory(LossBased):
 
 
 def between_known(values: Tensor, known: Tensor) -> Tensor:
-    """values (n,) where `known` (n,); elsewhere on the line between the nearest known ones, or equal to the nearest where there is one side only.
+    """values (n,) where `known` (n,); elsewhere interpolated linearly between the nearest known values, constant beyond the outermost.
 
     >>> between_known(torch.tensor([9.0, 1.0, 9.0, 9.0, 4.0]), torch.tensor([False, True, False, False, True]))
     tensor([1., 1., 2., 3., 4.])

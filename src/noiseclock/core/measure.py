@@ -1,13 +1,13 @@
-"""What a model shows over time: its loss, the variance of its gradient, and what training in one place does to the rest.
+"""Measurements over time: the loss, the variance of the gradient, and how training at some times changes the loss at others.
 
 With ℓ_t(x0, eps) the plain loss of one sample at time t and g_t = ∇_θ ℓ_t its gradient:
 
     loss_over_time      E[ℓ_t] and E[w·ℓ_t]
     gradient_variance   Tr Var[g_t] over (x0, eps), and E‖g_t‖² = Tr Var[g_t] + ‖E g_t‖²
     interdependence     E[ℓ_t] before and after updates that saw times in one interval only
-    utility_over_time   what an update by one sample at time t does for an objective, to first order
+    utility_over_time   how much an update by one sample at time t lowers an objective, to first order
 
-Each runs on any model, data and conditioning that a Clock trains, gives numpy arrays, and leaves the model as it was: parameters, buffers,
+Each takes any model, data and conditioning that a Clock trains, returns numpy arrays, and leaves the model unchanged: parameters, buffers,
 gradients, training flags and random states.
 """
 
@@ -40,7 +40,7 @@ from noiseclock.core.weightings import Weighting
 class LossOverTime(NamedTuple):
     """Mean losses at some times, as numpy arrays (n,).
 
-    time: where. loss: unweighted. weighted: times the clock's weight. error: the standard error of `loss` over the samples.
+    time: the times. loss: unweighted. weighted: `loss` multiplied by the clock's weight. error: the standard error of `loss` over the samples.
     """
 
     time: Array
@@ -53,7 +53,7 @@ class GradientsOverTime(NamedTuple):
     """Gradients by time bin, as numpy arrays (bins,).
 
     time: the middle of each bin. variance: Tr Var[g_t] over (x0, eps). squared_norm: E‖g_t‖². error: the standard error of `variance`, from
-    the spread of a bin's pairs, and so with the change of the variance within the bin; NaN where a bin has one pair.
+    the spread between a bin's pairs, so it includes the change of the variance within the bin; NaN if a bin has only one pair.
     """
 
     time: Array
@@ -72,10 +72,10 @@ class Interdependence(NamedTuple):
 
 
 class UtilityOverTime(NamedTuple):
-    """What a sample does for a target, by time bin, as numpy arrays (bins,).
+    """The utility of a sample for a target objective, by time bin, as numpy arrays (bins,).
 
-    time: the middle of each bin. utility: the decrease of the target that an update by one sample there brings, to first order; negative where it
-    hurts. error: its standard error over probes.
+    time: the middle of each bin. utility: the decrease of the target by an update with one sample from the bin, to first order; negative where the
+    update hurts. error: its standard error over probes.
     """
 
     time: Array
@@ -95,15 +95,15 @@ def loss_over_time(
     seed: int = 0,
     model: nn.Module | None = None,
 ) -> LossOverTime:
-    """The loss at `times` on x0 (N, ...), in evaluation mode, every time under the same noises.
+    """The loss at `times` on x0 (N, ...), in evaluation mode, with the same noises at every time.
 
-    times: chosen ones in [0, 1], or how many, evenly. repeats: noises for each sample. batch: rows in a forward. model: what is measured, where
-    it cannot be found from `predict`.
+    times: a list of times in [0, 1], or the number of evenly spaced times. repeats: noises per sample. batch: rows per forward pass. model: the
+    module to measure, if it cannot be found from `predict`.
     """
     check_batch(x0, None)
     time = _grid(times)
     found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=_modules(predict, model))
-    # repeats of one sample are not independent of each other: its mean over them counts once
+    # repeats of one sample are not independent: their mean counts as one observation
     by_sample = found.mean(0)
     error = by_sample.std(1, ddof=1) / math.sqrt(len(x0)) if len(x0) > 1 else np.full(len(time), np.nan)
     loss = by_sample.mean(1)
@@ -125,9 +125,9 @@ def gradient_variance(
 ) -> GradientsOverTime:
     """The trace of the variance of the gradient in equal bins of time, from x0 (N, ...), in evaluation mode; see `gradient_moments`.
 
-    samples: (x0, eps) in each bin; 64 of them in 4 `pairs` are 8 backward passes of 8 rows, each pair at a time of its own, evenly in the bin.
-    pairs = samples/2 is one backward for each sample: slow, and the most accurate. weighted: of w·ℓ_t instead of ℓ_t.
-    model: what is measured, where it cannot be found from `predict`.
+    samples: number of (x0, eps) in each bin; 64 of them in 4 `pairs` are 8 backward passes of 8 rows. The times of the pairs are evenly spaced in
+    the bin. pairs = samples/2 makes one backward pass per sample: slow, and the most accurate. weighted: measure w·ℓ_t instead of ℓ_t.
+    model: the module to measure, if it cannot be found from `predict`.
     """
     check_batch(x0, None)
     half, pairs = split(samples, pairs, len(x0))
@@ -158,11 +158,11 @@ def interdependence(
     seed: int = 0,
     model: nn.Module | None = None,
 ) -> Interdependence:
-    """What happens to the loss everywhere when only times in `interval` are trained (the adaptive paper's Fig. 4).
+    """How the loss changes at all times when only times in `interval` are trained (the adaptive paper's Fig. 4).
 
-    The model makes `updates` updates with `optimizer`, `batch` samples of x0 (N, ...) each, at times evenly in the interval, by the clock's
-    weighted loss and in the mode that it is in. Then model and optimiser go back, bit for bit; hooks of the optimiser do not see any of it, the
-    clock counts nothing. times, repeats, model: as for `loss_over_time`, with the same noise on both sides.
+    The model is trained for `updates` updates of `optimizer`, each on `batch` samples of x0 (N, ...) at times spread evenly over the interval, with
+    the clock's weighted loss and in its current mode (train or eval). Then model and optimiser are restored bit for bit; the optimiser's hooks do
+    not run, and the clock counts no update. times, repeats, model: as for `loss_over_time`, with the same noise before and after.
     """
     check_batch(x0, None)
     lo, hi = interval
@@ -209,11 +209,11 @@ def utility_over_time(
     seed: int = 0,
     model: nn.Module | None = None,
 ) -> UtilityOverTime:
-    """Which times help the objective that is meant and which hurt it: c(t) of `nc.Lookahead`, on x0 (N, ...), in evaluation mode.
+    """Which times help a target objective and which hurt it: c(t) of `nc.Lookahead`, on x0 (N, ...), in evaluation mode.
 
-    target: "simple", "min-snr", "vlb", or the weighting of the loss that is meant. Each of the `probes` takes its gradient on one half of x0, chosen
-    anew, and prices the other half by the clock's own weighted loss, in the metric of `optimizer`. batch: rows in a forward. model: what is
-    measured, where it cannot be found from `predict`.
+    target: "simple", "min-snr", "vlb", or the weighting of the target objective. Each of the `probes` takes the target's gradient on a new random
+    half of x0 and prices the other half by the clock's weighted loss, in the metric of `optimizer`. batch: rows per forward pass. model: the module
+    to measure, if it cannot be found from `predict`.
     """
     check_batch(x0, None)
     if min(bins, probes) < 1:
@@ -239,15 +239,15 @@ def utility_over_time(
         found[number] = np.divide(total, count, out=found[number], where=count > 0)
     known = np.isfinite(found).sum(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a bin that no probe has reached has no mean
+        warnings.simplefilter("ignore")  # numpy warns about bins that no probe has reached
         return UtilityOverTime(_grid(bins), np.nanmean(found, 0), np.nanstd(found, 0, ddof=1) / np.sqrt(known))
 
 
 @contextmanager
 def _restored(modules: list[nn.Module], optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Lend the model and the optimiser out: afterwards every tensor of theirs is the same object with the same bits, and no hook has run.
+    """Restore the model and the optimiser on exit: every tensor is the same object with the same bits. The optimiser's hooks do not run inside.
 
-    Not by `state_dict` and `load_state_dict`: the latter casts the optimiser's state to the parameters' dtype and makes new tensors.
+    `load_state_dict` would not do: it casts the optimiser's state to the parameters' dtype and makes new tensors.
     """
     optimizer = unwrapped(optimizer)
     groups = [group["params"] for group in optimizer.param_groups]
@@ -280,7 +280,7 @@ def _restored(modules: list[nn.Module], optimizer: Any, device: torch.device) ->
 
 
 def _kept(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each value itself and a copy of what it holds."""
+    """Each value itself, and a copy of its content."""
     return {name: (value, value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)) for name, value in values.items()}
 
 
@@ -301,7 +301,7 @@ def _losses(
     for repeat in range(repeats):
         noise = _noise(x0, generator)
         for start in range(0, n, batch):
-            # the last rows are filled up from the beginning: forwards of one shape
+            # the last batch is filled up with the first rows, so that every forward pass has the same shape
             rows = torch.arange(start, start + batch, device=x0.device) % n
             probe = Probe(
                 predict,
@@ -319,7 +319,7 @@ def _losses(
 
 
 def _generator(device: torch.device, seed: int, purpose: str) -> torch.Generator:
-    # mixed: under the plain seed the noise would be the data, where those were drawn with the same small number
+    # hashed: with the plain seed the noise would equal data that were drawn with the same seed
     return torch.Generator(device).manual_seed(finalize(finalize(seed) + 1 + ("noise", "training").index(purpose)) // 2)
 
 
@@ -328,7 +328,7 @@ def _noise(x0: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _grid(times: int | Sequence[float] | Array) -> Array:
-    """(n,) the times that are meant: these, or the middles of so many equal parts."""
+    """(n,) the given times, or the midpoints of `times` equal intervals."""
     if isinstance(times, int):
         if times < 1:
             raise ValueError(f"the number of times must be at least 1, got {times}")
@@ -338,7 +338,7 @@ def _grid(times: int | Sequence[float] | Array) -> Array:
 
 def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
     """(n,) the weight of the loss at times (n,)."""
-    # through `at`, which knows a normalised weighting's mean; the data only say where
+    # `at` knows the mean of a normalised weighting; `like` only sets the device
     like = torch.zeros(len(time), 1, device=x0.device)
     return np.asarray(clock.at(like, torch.as_tensor(time), noise=like).weight.cpu().double())
 

@@ -1,4 +1,4 @@
-"""Schedules and samplers by name, and what a diffusers scheduler object says."""
+"""Schedules and samplers by name, and the schedule and objective of a diffusers scheduler object."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def schedule(name: str | Schedule | Any, steps: int | None = None, **options: An
 def schedule_of_diffusers(scheduler: Any) -> Schedule:
     """The schedule of a diffusers scheduler, read from its attributes, so that diffusers need not be installed.
 
-    DDPM, DDIM and their kin carry `betas` and `alphas_cumprod`; EDM schedulers carry `sigma_data`; flow-matching ones a `shift` and no betas, or
-    `use_flow_sigmas`. A flow scheduler's shift is a choice of sampling density, not of schedule: use `Shifted(Uniform(), k=shift)` to train
-    with it.
+    DDPM, DDIM and similar schedulers have `betas` and `alphas_cumprod`; EDM schedulers have `sigma_data`; flow-matching schedulers have `shift` and
+    no betas, or `use_flow_sigmas`. A flow scheduler's shift is a choice of sampling density, not of schedule: to train with it, use
+    `Shifted(Uniform(), k=shift)`.
     """
     config: Any = getattr(scheduler, "config", None)
     betas, alpha_bar = (getattr(scheduler, name, None) for name in ("betas", "alphas_cumprod"))
@@ -108,7 +108,7 @@ def schedule_of_diffusers(scheduler: Any) -> Schedule:
 
 
 def objective_of_diffusers(scheduler: Any) -> Objective | None:
-    """The objective that a diffusers scheduler is set to; None where it says nothing."""
+    """The objective that a diffusers scheduler is configured for; None if its config names none."""
     config: Any = getattr(scheduler, "config", None)
     said = getattr(config, "prediction_type", "flow_prediction" if hasattr(config, "shift") else None)
     if hasattr(config, "sigma_data"):

@@ -8,8 +8,8 @@ With x_t = a·x0 + s·eps and e the error of the implied x0, the squared errors 
     flow  eps - x0                              ((a+s)/s)²·‖e‖²     (1/u² on rectified flow)
     edm   (x0 - c_skip·x)/c_out, x = x_t/a      ‖e‖²/c_out²
 
-so a weight W on the x0 error is the weight W·s²/`scale` on the target's, with `scale` = s²·(the factor above): s², a², (a²+s²)², (a+s)² and
-a² + (s/σ_data)². Every one of them but a² and s² is positive at every noise level, which is why the weightings work with W·s².
+so a weight W on the x0 error equals the weight W·s²/`scale` on the target's error, with `scale` = s²·(the factor above): s², a², (a²+s²)², (a+s)²
+and a² + (s/σ_data)². All of these except a² and s² are positive at every noise level, which is why the weightings work with W·s².
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 class Objective(ABC):
-    """A prediction target. `a` and `s` are broadcastable to the data: (B, 1, ...). `x_t` is always what the model sees."""
+    """A prediction target. `a` and `s` are broadcastable to the data: (B, 1, ...). `x_t` is always the model's input."""
 
     @property
     @abstractmethod
@@ -67,13 +67,13 @@ class Objective(ABC):
         """s²·(squared error of this target)/(squared error of x0), see the module's table."""
 
     def model_input(self, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        """What the model sees of x_t: x_t itself, except under EDM's preconditioning."""
+        """The model's input for x_t: x_t itself, except under EDM's preconditioning."""
         return x_t
 
 
 @dataclass(frozen=True)
 class Eps(Objective):
-    """The noise (DDPM). At a = 0 a prediction of the noise says nothing of x0, and `to_x0` is not finite."""
+    """The noise (DDPM). At a = 0 a prediction of the noise says nothing about x0, and `to_x0` is not finite."""
 
     name = "eps"
 
@@ -92,7 +92,7 @@ class Eps(Objective):
 
 @dataclass(frozen=True)
 class X0(Objective):
-    """The clean data. At s = 0 it says nothing of the noise, and `to_eps` is not finite."""
+    """The clean data. At s = 0 it says nothing about the noise, and `to_eps` is not finite."""
 
     name = "x0"
 
@@ -111,7 +111,7 @@ class X0(Objective):
 
 @dataclass(frozen=True)
 class V(Objective):
-    """v = a·eps - s·x0 (Salimans & Ho, 2202.00512), recovered for any a and s, variance preserving or not."""
+    """v = a·eps - s·x0 (Salimans & Ho, 2202.00512); x0 and eps are recovered for any a and s, variance preserving or not."""
 
     name = "v"
 
@@ -151,7 +151,7 @@ class FlowVelocity(Objective):
 class Preconditioned(Objective):
     """EDM's preconditioning (2206.00364, Table 1): D(x; σ) = c_skip·x + c_out·F(c_in·x), σ = s/a, x = x_t/a; the model is F.
 
-    The coefficients are multiplied out in a and s, so that they hold on any schedule and at every noise level.
+    The coefficients are written in terms of a and s, so that they hold on any schedule and at every noise level.
     """
 
     sigma_data: float = 0.5
@@ -167,7 +167,7 @@ class Preconditioned(Objective):
         return x_t / self._norm(a, s)
 
     def target(self, x0: Tensor, noise: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        # (x0 - c_skip·x)/c_out with x = x0 + σ·noise, cleared of its fractions: nothing is divided by s
+        # (x0 - c_skip·x)/c_out with x = x0 + σ·noise, with the fractions cleared so that nothing is divided by s
         return (s * x0 - a * self.sigma_data**2 * noise) / (self.sigma_data * self._norm(a, s))
 
     def to_x0(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:

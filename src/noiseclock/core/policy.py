@@ -1,8 +1,8 @@
 """A policy over time for each sample: a small network reads x0 and gives the two parameters of a Beta distribution.
 
 On n equal cells of time (the steps, or a fine grid in continuous time) the policy *is* the table of the Beta's cell masses, normalised. So
-draws by inverse CDF can be stratified, their log-probabilities are exact for what is drawn, and both are differentiable tensor expressions
-that can be captured in a graph, none of which holds for torch's own Beta.
+draws by inverse CDF can be stratified, their log-probabilities are exact, and both are differentiable tensor expressions that can be captured
+in a CUDA graph. None of this holds for torch's own Beta.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Policy(nn.Module):
     def forward(self, x0: Tensor) -> Tensor:
         """(B, 2) parameters a and b."""
         with torch.autocast(x0.device.type, enabled=False):
-            # a broken sample shows in its own loss; here it would break the mean density of the batch
+            # a NaN in one sample shows in its own loss; here it would spoil the mean density of the batch
             out: Tensor = functional.softplus(self.net(x0.float().nan_to_num(0.0, 0.0, 0.0)))
         return out.clamp(LOW, HIGH)
 
@@ -56,8 +56,8 @@ class Policy(nn.Module):
 class BetaCells:
     """The masses of Beta distributions on n equal cells, to about 1e-6 of each mass (tested against scipy).
 
-    Inner cells by four Gauss-Legendre nodes. The end cells, where a density with a < 1 or b < 1 is infinite, after substituting u = h·w^(1/a),
-    which takes the singularity out: ∫_0^h u^(a-1)(1-u)^(b-1) du = h^a/a · ∫_0^1 (1 - h·w^(1/a))^(b-1) dw.
+    Inner cells use four Gauss-Legendre nodes. In the end cells a density with a < 1 or b < 1 is infinite; there the substitution u = h·w^(1/a)
+    removes the singularity: ∫_0^h u^(a-1)(1-u)^(b-1) du = h^a/a · ∫_0^1 (1 - h·w^(1/a))^(b-1) dw.
     """
 
     def __init__(self, cells: int) -> None:
@@ -69,13 +69,13 @@ class BetaCells:
         self._log_w, self._weight = Table(np.log((w + 1) / 2)), Table(weight / 2)
 
     def mass(self, parameters: Tensor) -> Tensor:
-        """(B, n) probabilities of the cells from parameters (B, 2), float64. Every training step does this: it is written in few, wide kernels."""
+        """(B, n) probabilities of the cells from parameters (B, 2), float64. Every training step calls this, so it uses few, wide kernels."""
         ab = widen(parameters)
         powers, device = ab - 1, ab.device
-        inner = powers @ self._log_nodes.on(device)  # the log density at the nodes, up to its constant
+        inner = powers @ self._log_nodes.on(device)  # the log density at the nodes, up to a constant
         top = inner.detach().amax(1, keepdim=True)
         inner = (inner - top).exp().view(len(ab), -1, 4) @ self._share.on(device)
-        # both ends at once, in units of h·e^top like the inner cells; the other end's power bends the density within the end cell
+        # both end cells at once, in units of h·e^top like the inner cells; `bend` is the log of the other factor, (1-u)^(b-1) in the first cell
         h = 1 / self.cells
         bend = powers.flip(1)[:, :, None] * torch.log1p(-h * (self._log_w.on(device) / ab[:, :, None]).exp())
         ends = (powers * math.log(h) - ab.log() - top).exp() * (bend.exp() @ self._weight.on(device))
@@ -84,7 +84,7 @@ class BetaCells:
 
 
 def draw_cells(pmf: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Times (B,) at uniforms v (B,), each by the inverse CDF of its own row of pmf (B, n), and the probability (B,) of the cells that they lie in."""
+    """Times (B,) at uniforms v (B,), each by the inverse CDF of its own row of pmf (B, n), and the probability (B,) of each time's cell."""
     n = pmf.shape[1]
     borders = pmf.cumsum(1)
     # rounding may leave the last border below 1

@@ -1,7 +1,8 @@
-"""Densities that are learned from prices: what samples at times spread evenly over [0, 1] are worth, measured by a probe now and then.
+"""Densities that are learned from prices.
 
-A price is noisy, so bins of time keep the mean over many probes, fading, with the spread between probes as its error: samples of one probe share its
-direction, and are no independent witnesses.
+A price is a number per sample, such as its utility or its squared gradient norm. A probe every `every` updates measures prices at times spread
+evenly over [0, 1]. Prices are noisy, so each time bin keeps an exponentially decaying mean over probes. The error of this mean comes from the spread
+between probes, because the samples of one probe share a direction and are not independent.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from noiseclock.core.probes import Probe
 from noiseclock.core.samplers import TINY, Setting
 from noiseclock.core.table import cell, wide
 
-GOLDEN = 0.6180339887498949  # steps of which fill the unit interval evenly, however many there are
+GOLDEN = 0.6180339887498949  # its multiples modulo 1 fill the unit interval evenly, however many there are
 
 
 def evenly(n: int, number: float, device: torch.device) -> Tensor:
-    """(n,) times, one in each n-th of [0, 1], that move on from probe to probe."""
+    """(n,) times, one in each of n equal intervals of [0, 1], shifted from probe to probe."""
     return (torch.arange(n, device=device, dtype=wide(device)) + (number * GOLDEN) % 1) / n
 
 
 class Priced(LearnedDensity):
-    """Subclasses are dataclasses with these fields. To write one: measure prices in `_price`, and say in `_density` what follows from them.
+    """Subclasses are dataclasses with these fields. A subclass measures prices in `_price` and computes the density from them in `_density`.
 
-    every: optimiser updates between probes. bins: of time. decay: of old prices with each probe. warmup: probes before the density moves.
+    every: optimiser updates between probes. bins: number of time bins. decay: factor on old prices at each probe. warmup: probes before the density
+    leaves the base.
     """
 
     every: int
@@ -57,7 +59,7 @@ class Priced(LearnedDensity):
 
     @abstractmethod
     def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        """(bins,) what to draw in proportion to, given the mean prices (bins,), and whether to (0-d, bool)."""
+        """(bins,) the density, not normalised, from the mean prices (bins,), and whether to use it (0-d, bool)."""
 
     @property
     def cells(self) -> int:
@@ -65,7 +67,7 @@ class Priced(LearnedDensity):
 
     @property
     def must_know(self) -> bool:
-        return False  # it prices the model as it is
+        return False  # a price depends on the current parameters only
 
     def bind(self, setting: Setting) -> Self:
         bound = super().bind(setting)
@@ -73,8 +75,8 @@ class Priced(LearnedDensity):
         return bound
 
     def _statistics(self) -> dict[str, Tensor]:
-        # rows of `faded`: probes that reached the bin, the sum of their means, and of the squares of these; all fade together
-        self._asked = 0  # probes, counted on the host too: asking the device for their number would wait for it
+        # rows of `faded`, with the same decay: the number of probes that reached the bin, the sum of their means, the sum of the squared means
+        self._asked = 0  # number of probes, counted on the host too: reading it from the device would synchronise
         none = torch.zeros((), dtype=torch.int64, device="cpu")
         return {"faded": torch.zeros(3, self.bins, dtype=torch.float64, device="cpu"), "skipped": none, "probes": none.clone()}
 
@@ -82,7 +84,7 @@ class Priced(LearnedDensity):
         self._asked = self.probes
 
     def after(self, probe: Probe, batch: Batch) -> None:
-        """Look after the update and not before it: a first Adam has no metric yet then."""
+        """Probe after the update, not before it: before its first update Adam has no metric."""
         if self._setting is None:
             raise ValueError(f"{type(self).__name__} learns from a Clock: use it as nc.Clock(schedule, nc.{type(self).__name__}(), ...)")
         self._move_(probe.x0.device)
@@ -92,7 +94,7 @@ class Priced(LearnedDensity):
         self._asked += 1
 
     def _metric(self, probe: Probe) -> list[Tensor | float]:
-        """P for each trained parameter; the identity where it is not known, which is said once."""
+        """P for each trained parameter; the identity, with one warning, if the optimiser's metric is unknown."""
         power, unknown = metric(probe.optimizer, trained(probe.modules, probe.optimizer))
         if unknown:
             self._health.warn("metric", f"{type(self).__name__}: {unknown}, so gradients are measured as they are")
@@ -100,13 +102,13 @@ class Priced(LearnedDensity):
 
     @torch.no_grad()
     def _fold(self, time: Tensor, price: Tensor) -> None:
-        """One probe's prices (n,) at times (n,), of all ranks."""
+        """Add one probe's prices (n,) at times (n,) on all ranks to the means, and set the density."""
         finite = price.isfinite()
         rows = torch.stack([finite.to(price.dtype), torch.where(finite, price, 0.0)])
         count, total = ranks.total(price.new_zeros(2, self.bins).index_add_(1, cell(time, self.bins), rows))
         self._buffers["skipped"].add_(ranks.total((~finite).sum()))
         self._buffers["probes"].add_(1)
-        # where nothing has a price nothing was moved, as by a fused optimiser that a GradScaler made leave out all its steps so far
+        # if all prices are 0 the optimiser has moved no parameter, as when a GradScaler has skipped all steps of a fused optimiser so far
         count = count * (total != 0).any()
         mean, faded = total / count.clamp(min=1), self._buffers["faded"]
         faded.copy_(torch.where(count > 0, faded * self.decay + torch.stack([torch.ones_like(mean), mean, mean.square()]), faded))
@@ -116,23 +118,23 @@ class Priced(LearnedDensity):
         self._check_health(self._buffers["skipped"])
 
     def _prices(self) -> Tensor:
-        """(bins,) mean prices, with what is missing filled in from the neighbours."""
+        """(bins,) mean prices; bins without a price are interpolated from their neighbours."""
         count, total, _ = self._buffers["faded"]
         return between_known(total / count.clamp(min=TINY), count > 0)
 
     def _scatter(self) -> Tensor:
-        """(bins,) how much their probes differ: the variance about the mean."""
+        """(bins,) the variance of the prices between probes."""
         count, total, squares = self._buffers["faded"].unbind()
         known = count.clamp(min=TINY)
         return (squares / known - (total / known).square()).clamp(min=0)
 
     def _clear(self, price: Tensor) -> Tensor:
-        """(0-d, bool) do the bins differ by more than chance? By twice that, once there are many probes: see `curve`."""
+        """(0-d, bool) do the bins differ by more than noise? With many probes the threshold is twice the squared standard error of `curve`."""
         return price.var() > (self._scatter() / self._buffers["faded"][0].clamp(min=1)).mean()
 
     @property
     def probes(self) -> int:
-        """How many there were; reads the device."""
+        """The number of probes so far; reads the device."""
         return int(self._buffers["probes"])
 
     @property
@@ -146,9 +148,9 @@ class Priced(LearnedDensity):
 
     @property
     def curve(self) -> tuple[Tensor, Tensor]:
-        """(bins,) mean prices and their standard errors, float64, on the CPU; 0 where there is none yet."""
+        """(bins,) mean prices and their standard errors, float64, on the CPU; 0 for a bin without a price."""
         count, total, _ = self._buffers["faded"]
-        # as many probes without fading would tell as much: (Σw)²/Σw² of the weights 1, decay, decay², ..., whose sum is `count`
+        # the effective number of probes: (Σw)²/Σw² of the weights 1, decay, decay², ..., whose sum is `count`
         worth = count * (1 + self.decay) / (2 - count * (1 - self.decay))
         errors = self._scatter() / (worth - 1).clamp(min=TINY)
         return (total / count.clamp(min=TINY)).cpu().double(), errors.sqrt().cpu().double()

@@ -1,4 +1,4 @@
-"""What was drawn and what it cost: counts and unweighted losses by time bin, kept on the device and read only when asked for."""
+"""Counts of the drawn times and unweighted losses by time bin, kept on the device and read only on request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from noiseclock.core.schedules import Array
 from noiseclock.core.table import cell, lasting, wide
 
-# Recent losses are remembered for about this many batches.
+# Recent losses are averaged over about this many batches.
 WINDOW = 1000
 
 
 class ByTime(NamedTuple):
     """A record by time bin, as numpy arrays (bins,).
 
-    time: the middle of each bin. drawn: how many times came from it, counted with each loss. density: the realised density (1 everywhere for a
-    uniform sampler). loss: mean unweighted loss over about the last 1000 batches, NaN in a bin that none of them reached.
+    time: the middle of each bin. drawn: number of times drawn from the bin, counted with their losses. density: the realised density (1 everywhere
+    for a uniform sampler). loss: mean unweighted loss over about the last 1000 batches, NaN in a bin that none of them reached.
     """
 
     time: Array
@@ -30,7 +30,7 @@ class ByTime(NamedTuple):
 
 
 def take_losses(losses: Tensor, time: Tensor) -> Tensor:
-    """Losses (B,) without their gradient, or a ValueError unless there is one for each time (B,)."""
+    """Losses (B,), detached, or a ValueError unless there is one loss for each time (B,)."""
     if losses.shape != time.shape:
         raise ValueError(f"losses must be of shape {tuple(time.shape)}, one for each sample and not their mean, got {tuple(losses.shape)}")
     return losses.detach()
@@ -41,7 +41,7 @@ class Record:
 
     def __init__(self, bins: int = 50) -> None:
         self.bins = bins
-        # rows: all times drawn; recent times, fading; recent losses, fading
+        # rows: number of all times; decaying number of recent times; decaying sum of recent losses
         with lasting():
             self._sums = torch.zeros(3, bins, dtype=torch.float64, device="cpu")
 

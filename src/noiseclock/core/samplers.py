@@ -35,7 +35,7 @@ TINY = 1e-30  # the smallest probability: its logarithm is finite, in float32 to
 
 @dataclass(frozen=True)
 class Setting:
-    """What a Clock tells its sampler once. corrected: does the loss carry base/p?"""
+    """What a Clock passes to its sampler, once. corrected: is the loss multiplied by base/p?"""
 
     schedule: Schedule
     objective: Objective
@@ -47,44 +47,44 @@ class Setting:
 class Sampler(ABC):
     """A density over time. To write one, define `sample`, `log_prob` and `log_pmf`; the rest is for samplers that learn.
 
-    A sampler may look at x0 (B, ...), one density for each sample; asked without x0 it answers for the mean over the data.
+    A sampler may depend on x0 (B, ...), with one density per sample; without x0 its methods use the mean density over the data.
     """
 
-    every: int = 0  # a probe of the model is due every so many optimiser updates; 0 for never
-    least_batch: int = 1  # samples that a probe needs; a smaller batch, as the last of an epoch may be, is not probed
-    stratified: bool = True  # may one batch's uniforms be spread evenly? Not where the sampler learns from batches that differ
+    every: int = 0  # optimiser updates between probes of the model; 0 for no probes
+    least_batch: int = 1  # samples that a probe needs; smaller batches, such as the last of an epoch, are not probed
+    stratified: bool = True  # may the uniforms of a batch be stratified? Not if the sampler learns from the differences between batches
 
     def __str__(self) -> str:
         return brief(repr(self))
 
     @property
     def corrects(self) -> bool:
-        """Does the loss carry base/p unless the user says otherwise?"""
+        """Is the loss multiplied by base/p by default?"""
         return False
 
     @property
     def support(self) -> tuple[float, float]:
-        """The interval of time in which everything can be drawn."""
+        """The interval of time in which every time can be drawn."""
         return (0.0, 1.0)
 
     @property
     def counts_updates(self) -> bool:
-        """Does the density depend on how many updates were made?"""
+        """Does the density depend on the number of optimiser updates?"""
         return False
 
     @property
     def must_know(self) -> bool:
-        """Must it know before `after` whether the update was made? That waits for the device; if not, `probe.lost` tells it there."""
+        """Must the clock know before `after` whether the update was skipped? This synchronises; otherwise `after` finds it in `probe.lost`."""
         return True
 
     @property
     def needs_updates(self) -> bool:
-        """Does it stand still unless a Clock is told of the optimiser's updates?"""
+        """Does the density stay fixed unless a Clock counts the optimiser's updates?"""
         return self.every > 0 or self.counts_updates
 
     @property
     def info(self) -> dict[str, Any]:
-        """What a log should show: numbers by name, or lists of them; reads the device."""
+        """Values for a log: numbers or lists of numbers, by name; reads the device."""
         return {}
 
     def bind(self, setting: Setting) -> Sampler:
@@ -93,7 +93,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
-        """n independent times, or those at the given `uniforms` (n,) in [0, 1). Without either, the device is that of x0."""
+        """n independent times, or the quantiles at `uniforms` (n,) in [0, 1). Without uniforms and generator, the device is that of x0."""
 
     @abstractmethod
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
@@ -101,27 +101,27 @@ class Sampler(ABC):
 
     @abstractmethod
     def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
-        """(B,) the log probability of each step (B,), int64, out of `steps`; not below ln 1e-30."""
+        """(B,) the log probability of each step (B,), int64, out of `steps`; at least ln 1e-30."""
 
     def update(self, batch: Batch, losses: Tensor) -> None:
         """Learn from a batch and its unweighted, detached losses (B,); called for every micro-batch, and may be captured in a graph."""
 
     def before(self, probe: Probe) -> None:
-        """Look at the model before an update."""
+        """Probe the model before an update."""
 
     def after(self, probe: Probe, batch: Batch) -> None:
-        """Look at it after the update that was made with `batch`."""
+        """Probe the model after the update that was made with `batch`."""
 
     def advance(self, updates: int) -> bool:
-        """The optimiser has made `updates` updates so far; True when that changed the density."""
+        """Called when the optimiser has made `updates` updates in total; returns True if that changed the density."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state that a checkpoint needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
+        """Restore a state."""
         if state:
             raise ValueError(f"{self} has no state, but was given {sorted(state)}")
 
@@ -194,24 +194,24 @@ def unit_time(time: Tensor) -> Tensor:
 
 def inside(time: Tensor) -> Tensor:
     """Times strictly inside (0, 1), so that logarithms of densities that vanish at the ends stay finite."""
-    return in_unit(unit_time(time)).clamp(min=1e-18)  # whose square is a number in float32 too
+    return in_unit(unit_time(time)).clamp(min=1e-18)  # the square of this bound does not underflow in float32
 
 
 def cells_lines(pmf: Tensor, borders: Tensor) -> Tensor:
-    """(5, n) the inverse CDF of a density with probabilities pmf (n,) on n equal cells of time, as one line for each cell.
+    """(5, n) the inverse CDF of a density with probabilities pmf (n,) on n equal cells of time, as one linear function per cell.
 
-    borders (n+1,) are the running sums of pmf from 0 to 1. Rows: slope, offset, the least and the greatest time in the cell, the log density.
+    borders (n+1,) are the running sums of pmf from 0 to 1. Rows: slope, offset, the smallest and the largest time in the cell, the log density.
     """
     n = len(pmf)
     i = torch.arange(n, dtype=pmf.dtype, device=pmf.device)
     slope = 1 / (pmf.clamp(min=TINY) * n)
-    # a hair's breadth from the borders, so that floor(u·n) gives back this very cell
+    # slightly inside the borders, so that floor(u·n) returns this cell
     lo, hi = (i + 1e-9) / n, in_unit((i + (1 - 1e-9)) / n)
     return torch.stack([slope, i / n - borders[:-1] * slope, lo, hi, (pmf * n).clamp(min=TINY).log()])
 
 
 def cells_icdf(borders: Tensor, lines: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Times at uniforms v, of any shape, and their log density. Every training step does this, so it is four kernels and no more."""
+    """Times at uniforms v, of any shape, and their log density. Every training step calls this, so it uses only four kernels."""
     i = torch.searchsorted(borders[1:-1], v.contiguous(), right=True)
     slope, offset, lo, hi, log_density = lines[:, i].unbind(0)
     return torch.addcmul(offset, v, slope).clamp(lo, hi), log_density
@@ -219,7 +219,7 @@ def cells_icdf(borders: Tensor, lines: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 def cells_mass(pmf: Tensor, borders: Tensor, first: Tensor, before: Tensor, last: Tensor, after: Tensor) -> Tensor:
     """The probability from the place `before` (0 to 1) in cell `first` to the place `after` in cell `last`."""
-    # borders are subtracted only where whole cells lie between, for a small difference of them has lost its digits
+    # borders are subtracted only if whole cells lie between: a small difference of two borders has lost digits
     apart = pmf[first] * (1 - before) + (borders[last] - borders[first + 1]) + pmf[last] * after
     return torch.where(first == last, pmf[first] * (after - before), apart)
 
@@ -230,7 +230,7 @@ def cells_log_prob(pmf: Tensor, time: Tensor) -> Tensor:
 
 
 class Cells:
-    """A fixed density that is constant on n equal cells of time: the table behind those that live on discrete steps.
+    """A fixed density that is constant on n equal cells of time: the table of densities on discrete steps.
 
     pmf: (n,) probabilities, normalised here.
     """
@@ -262,7 +262,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Uniform(Density):
-    """Every time alike (DDPM): what any other is to be compared with.
+    """The uniform density (DDPM): the baseline for all others.
 
     >>> Uniform().sample(3, uniforms=torch.tensor([0.0, 0.5, 0.75])).time
     tensor([0.0000, 0.5000, 0.7500], dtype=torch.float64)
@@ -280,7 +280,7 @@ class Uniform(Density):
 
 @dataclass(frozen=True)
 class LogitNormal(Density):
-    """u = sigmoid(mean + std·z), most of it in the middle: the usual choice for flows (SD3; the adaptive paper calls it Log-Normal).
+    """u = sigmoid(mean + std·z), concentrated in the middle: the usual choice for flow matching (SD3; the adaptive paper calls it Log-Normal).
 
     >>> LogitNormal().icdf(torch.tensor(0.5))
     tensor(0.5000, dtype=torch.float64)
@@ -311,7 +311,7 @@ class LogitNormal(Density):
 class Mode(Density):
     """SD3's mode sampling: u = v - c·(½(1 - cos πv) - v), heavy in the middle for c > 0 and at the ends for c < 0.
 
-    This is the published 1-v-c(cos²(πv/2)-1+v) read from the other end, so that it rises with v; the density is the same.
+    This is the published 1-v-c(cos²(πv/2)-1+v) with 1-v in place of v, so that it rises with v; the density is the same.
     """
 
     scale: float = 1.29
@@ -337,7 +337,7 @@ class Mode(Density):
         knots = self._knots.on(u.device)
         i = torch.searchsorted(knots, u.contiguous()).clamp(1, len(knots) - 1)
         v = (i - (knots[i] - u) / (knots[i] - knots[i - 1])) / (len(knots) - 1)
-        for _ in range(3):  # Newton from within a cell of the table doubles the digits each time
+        for _ in range(3):  # Newton's method from within a cell of the table doubles the correct digits each time
             v = (v - (self.icdf(v) - u) / self._slope(v)).clamp(0, 1)
         return v
 
@@ -372,7 +372,7 @@ class CosMap(Density):
 class Beta(Density):
     """u ~ Beta(a, b); the defaults are those of B-TTDM (Zheng et al., ECCV 2024).
 
-    The inverse CDF reads a table of 32,768 cells, crowded at both ends. For a, b from 0.5 to 20 it is within 1e-7 of the exact one between the
+    The inverse CDF reads a table of 32,768 cells, finer at both ends. For a, b from 0.5 to 20 it is within 1e-7 of the exact one between the
     quantiles 0.0005 and 0.9995 (tested against scipy) and within 1e-6 beyond them; `mass` and `log_prob` are exact.
     """
 

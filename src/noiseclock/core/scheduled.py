@@ -1,6 +1,6 @@
-"""Fixed densities that are stated in terms of the noise level, and so are known once the schedule is.
+"""Fixed densities that are defined over the noise level, so they need a schedule to become densities over time.
 
-A Clock binds them to its schedule; used alone they take it as `schedule=`.
+A Clock binds them to its schedule; without a Clock, pass `schedule=`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from noiseclock.core.table import widen
 
 
 class Scheduled(Density):
-    """A density with a field `schedule` that may still be open."""
+    """A density with a field `schedule`, which is None until it is bound."""
 
     schedule: Schedule | None
 
@@ -35,9 +35,9 @@ class Scheduled(Density):
 
 @dataclass(frozen=True)
 class LogSNRNormal(Scheduled):
-    """λ = ln SNR ~ N(mean, std), cut off at the ends of the schedule; the defaults are those of style-friendly training.
+    """λ = ln SNR ~ N(mean, std), truncated to the range of the schedule; the defaults are those of style-friendly training.
 
-    On discrete steps each step takes the part of the normal that is nearest to its own λ.
+    The probability of a discrete step is the normal's mass over all λ that are nearest to the λ of this step.
     """
 
     mean: float = -6.0
@@ -54,7 +54,7 @@ class LogSNRNormal(Scheduled):
         return self.mean, self.std
 
     def _z(self, time: Tensor) -> Tensor:
-        """λ in units of the normal, turned round so that it rises with time."""
+        """λ standardised, with its sign changed so that it rises with time."""
         mean, std = self._moments
         level = self._schedule.level(widen(time))
         return (mean - level.a2.log() + level.s2.log()) / std
@@ -72,7 +72,7 @@ class LogSNRNormal(Scheduled):
             return None
         z = self._z(schedule.grid())
         middle = (z[1:] + z[:-1]) / 2
-        # The first and the last cell reach as far outwards as inwards. No finite λ is nearest to a last step without signal: it keeps TINY.
+        # The first and the last cell reach as far outwards as inwards. If the last step has no signal, no finite λ is nearest to it: it keeps TINY.
         last = 2 * z[-1:] - middle[-1:] if z[-1].isfinite() else z[-1:]
         borders = torch.cat([2 * z[:1] - middle[:1], middle, last])
         mass = normal_mass(borders[:-1], borders[1:])
@@ -88,7 +88,7 @@ class LogSNRNormal(Scheduled):
             return self._cells.icdf(widen(v))
         lo, hi, total = self._ends
         mean, std = self._moments
-        upper = lo + hi > 0  # then mirrored to the lower tail, where Φ keeps its digits
+        upper = lo + hi > 0  # then mirror it to the lower tail, where Φ keeps its digits
         if upper:
             lo, hi, v = -hi, -lo, 1 - widen(v)
         below = math.erfc(-lo / math.sqrt(2)) / 2  # Φ(lo)
@@ -109,7 +109,7 @@ class LogSNRNormal(Scheduled):
 
 @dataclass(frozen=True)
 class LogNormal(LogSNRNormal):
-    """ln σ ~ N(mean, std) with σ = s/a, cut off at the ends of the schedule: EDM's training density, and the one to train EDM with."""
+    """ln σ ~ N(mean, std) with σ = s/a, truncated to the range of the schedule: EDM's training density; use it to train EDM."""
 
     mean: float = -1.2
     std: float = 1.2
@@ -124,10 +124,10 @@ class SpeeD(Scheduled):
     """SpeeD (2405.17403): the convergence area, from step `tau` on, is drawn `k` times less often than the steps before it.
 
     variant "paper": P(t) ∝ k for t < tau, else 1.
-    variant "released": what the first public code does. Half of the draws follow a step from k to 1 that is soft for a few steps, the other
-    half are their duals, t' = m-t if t < m else t-m with m = tau+1; the marginal is exact, and the adaptive paper compares with this one.
+    variant "released": as in the first public code. Half of the draws follow a density that falls from k to 1 softly, within a few steps; the
+    other half are their duals, t' = m-t if t < m else t-m with m = tau+1. The marginal is exact. The adaptive paper compares with this variant.
     tau "auto": the first step where the slope of √(1-ᾱ) falls under 1e-4 (at T = 1000): 641 linear, 828 quadratic, 958 cosine. In continuous
-    time steps are thousandths of it.
+    time a step is 1/1000 of the time range.
     """
 
     k: float = 5.0
@@ -156,11 +156,11 @@ class SpeeD(Scheduled):
 
     @cached_property
     def _first(self) -> Cells:
-        """What is drawn before any dual is taken."""
-        # +1 before the boundary and -1 after it
+        """The density before duals are taken."""
+        # +1 before the boundary, -1 from it on
         side = np.where(np.arange(self._steps) < self.boundary, 1.0, -1.0)
         if self.variant == "released" and isinstance(self.tau, str):
-            # its tanh(1e6·(slope per step - 1e-4)) + 1.5, written per unit time so that it holds for any number of steps
+            # the released code's tanh(1e6·(slope per step - 1e-4)) + 1.5, written per unit time so that it holds for any number of steps
             side = np.tanh(1e3 * (self._schedule.increments().speed * self._steps - CONVERGED_SLOPE))
         return Cells((self.k + 1) / 2 + (self.k - 1) / 2 * side)
 
@@ -181,7 +181,7 @@ class SpeeD(Scheduled):
     def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
         if self.variant == "paper":
             return super().sample(n, x0=x0, uniforms=uniforms, generator=generator)
-        # the lower half of the uniforms draws, the upper half draws the duals; stratified uniforms feed both alike
+        # uniforms below ½ give draws, the others give duals; stratified uniforms stay stratified in both halves
         v = take_uniforms(n, x0, uniforms, generator)
         place = self._first.icdf(torch.where(v < 0.5, 2 * v, 2 * v - 1)) * self._steps
         step = place.floor()

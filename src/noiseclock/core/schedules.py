@@ -28,12 +28,12 @@ from noiseclock.core.table import Table, cell, widen
 
 Array = NDArray[np.float64]
 VARIANCES = ("fixed-large", "fixed-small")
-# SpeeD calls the tail, where √(1-ᾱ) has all but stopped rising, the convergence area: below 1e-4 a step at T = 1000, that is 0.1 per unit time.
+# SpeeD's convergence area is the tail where √(1-ᾱ) hardly rises: by less than 1e-4 per step at T = 1000, that is 0.1 per unit time.
 CONVERGED_SLOPE = 0.1
 
 
 def as_time(time: Tensor | float) -> Tensor:
-    """`time` as a floating tensor. Values are checked on the CPU only: a look at another device's memory would stall it."""
+    """`time` as a floating tensor. Values are checked on the CPU only: reading them from another device would synchronise."""
     if not isinstance(time, Tensor):
         time = torch.as_tensor(time, dtype=torch.float64)
     if not time.is_floating_point():
@@ -45,7 +45,7 @@ def as_time(time: Tensor | float) -> Tensor:
 
 
 class Level(NamedTuple):
-    """The noise level at some times: a², s² (float64, the shape of `time`), and where they come from."""
+    """The noise level at some times: a², s² (float64, the shape of `time`), with the time and the schedule."""
 
     a2: Tensor
     s2: Tensor
@@ -74,7 +74,7 @@ class Posterior(NamedTuple):
 class Increments(NamedTuple):
     """SpeeD's view of the process, one value per step: how much x_{t+1} - x_t varies and how fast that changes.
 
-    variance: Ψ_t = 2 - ᾱ_t - ᾱ_{t+1}, as the paper defines it (the last step repeats its own ᾱ).
+    variance: Ψ_t = 2 - ᾱ_t - ᾱ_{t+1}, as the paper defines it (the last step uses its own ᾱ twice).
     change: the slope of 1-ᾱ per step. It is half the slope of Ψ, centred on the step itself; SpeeD's weight follows it.
     speed: the slope of √(1-ᾱ) per step, which tells where the process has converged.
     """
@@ -101,7 +101,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def level(self, time: Tensor) -> Level:
-        """a² and s² in float64 at `time`. Values are not checked: this is the path of a training step."""
+        """a² and s² in float64 at `time`. `time` is not checked, because every training step calls this."""
 
     @abstractmethod
     def inverse(self, log_snr: Tensor) -> Tensor:
@@ -113,18 +113,18 @@ class Schedule(ABC):
 
     @abstractmethod
     def condition(self, time: Tensor) -> Tensor:
-        """What the model is told about the noise level: the integer step, ln σ/4 (EDM) or the time itself (flow)."""
+        """The noise level as the model receives it: the integer step, ln σ/4 (EDM) or the time itself (flow)."""
 
     @abstractmethod
     def posterior(self, time: Tensor, previous: Tensor | None = None) -> Posterior:
-        """q(x_prev | x_t, x0) from `time` down to `previous` (in discrete time the step before, if not given)."""
+        """q(x_prev | x_t, x0) from `time` down to `previous` (in discrete time by default the step before)."""
 
     @abstractmethod
     def vlb(self, time: Tensor, *, target: str = "eps", variance: str = "fixed-large") -> Tensor:
         """c_t, the coefficient of the squared error in the variational bound, in nats; for the error of `eps` or of `x0`.
 
-        Discrete: that of one step, β²/(2σ²α(1-ᾱ)) for eps, with σ² = β (fixed-large) or the posterior variance (fixed-small, where step 0,
-        whose posterior variance is 0, takes that of step 1). Continuous: ½|dλ/du| per unit time, whatever the variance.
+        Discrete: the coefficient of one step, β²/(2σ²α(1-ᾱ)) for eps, with σ² = β (fixed-large) or the posterior variance (fixed-small; step 0,
+        whose posterior variance is 0, uses that of step 1). Continuous: ½|dλ/du| per unit time, for either variance.
         """
 
     def __call__(self, time: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ class Schedule(ABC):
         return (torch.arange(n, dtype=torch.float64, device="cpu") + 0.5) / n
 
     def increments(self) -> Increments:
-        """SpeeD's quantities on `grid()`; a schedule that is not variance preserving is read as ᾱ = a²/(a²+s²)."""
+        """SpeeD's quantities on `grid()`; if the schedule is not variance preserving, ᾱ = a²/(a²+s²)."""
         level = self.level(self.grid())
         alpha_bar = (level.a2 / (level.a2 + level.s2)).numpy()
         following = np.append(alpha_bar[1:], alpha_bar[-1])
@@ -214,7 +214,7 @@ class Discrete(Schedule):
 
     def _check_betas(self) -> None:
         betas = self._make_betas()
-        # the product must fall too: a beta below 1e-16 is lost in rounding
+        # ᾱ must fall too: a beta below 1e-16 is lost in rounding
         bad = ~((betas > 0) & (betas < 1) & (np.diff(np.cumprod(1 - betas), prepend=1.0) < 0))
         bad[-1] &= betas[-1] != 1  # only the last step may destroy the signal entirely
         if bad.any():
@@ -276,9 +276,9 @@ class Discrete(Schedule):
     def _tables(self) -> dict[str, Table]:
         beta, alpha, alpha_bar = self.betas, self.alphas, self.alpha_bar
         before = np.append(1.0, alpha_bar[:-1])
-        with np.errstate(divide="ignore"):  # zero terminal SNR: ln 0 = -∞ is the truth
+        with np.errstate(divide="ignore"):  # zero terminal SNR: ln 0 = -∞ is correct
             log_snr = np.log(alpha_bar) - np.log1p(-alpha_bar)
-        # at a zero terminal SNR the last finite difference stands in for the infinite one; of two steps there is none, and 1 has to do
+        # at zero terminal SNR the last finite difference replaces the infinite one; with two steps there is none, and 1 is used
         fall = log_snr[-3] - log_snr[-2] if self.steps > 2 else 1.0
         finite = np.where(np.isfinite(log_snr), log_snr, log_snr[-2] - fall)
         tables = {
@@ -292,13 +292,13 @@ class Discrete(Schedule):
         small[0] = small[1]
         for name, sigma2 in zip(VARIANCES, (beta, small), strict=True):
             tables[f"vlb x0 {name}"] = before * beta**2 / (2 * sigma2 * (1 - alpha_bar) ** 2)
-            with np.errstate(divide="ignore"):  # at SNR 0 no error in eps is small enough for x0
+            with np.errstate(divide="ignore"):  # at SNR 0 the coefficient for eps is infinite
                 tables[f"vlb eps {name}"] = beta**2 / (2 * sigma2 * alpha * (1 - alpha_bar))
         return {name: Table(values) for name, values in tables.items()}
 
 
 def _zero_terminal(betas: Array) -> Array:
-    """Shift and scale √ᾱ so that it ends at 0 and starts where it did (Lin et al., 2305.08891, Algorithm 1)."""
+    """Shift and scale √ᾱ so that it ends at 0 and keeps its first value (Lin et al., 2305.08891, Algorithm 1)."""
     root = np.sqrt(np.cumprod(1 - betas))
     root = (root - root[-1]) * root[0] / (root[0] - root[-1])
     alpha_bar = root**2
@@ -357,7 +357,7 @@ class Cosine(Discrete):
 
 @dataclass(frozen=True)
 class Betas(Discrete):
-    """The betas that are given, as a sequence, array or tensor of T values."""
+    """Your own betas: a sequence, array or tensor of T values."""
 
     betas_given: Sequence[float]
     zero_terminal_snr: bool = False
@@ -402,12 +402,12 @@ class Continuous(Schedule):
         half = self.slope(as_time(time)) / 2
         if target == "eps":
             return half
-        return half.clamp(max=1e30) * _like(self.level(time).snr, time)  # at the noisy end of a flow an infinite slope meets an SNR of 0
+        return half.clamp(max=1e30) * _like(self.level(time).snr, time)  # at the noisy end of a flow the slope is infinite and the SNR is 0
 
 
 @dataclass(frozen=True)
 class EDM(Continuous):
-    """Variance exploding, x_t = x0 + σ·eps, with ln σ linear in time (Karras et al., 2206.00364). The model is told ln σ/4.
+    """Variance exploding, x_t = x0 + σ·eps, with ln σ linear in time (Karras et al., 2206.00364). The model receives ln σ/4.
 
     >>> EDM().log_snr(torch.tensor([0.0, 1.0])).exp().rsqrt()
     tensor([2.0000e-03, 8.0000e+01])
@@ -446,7 +446,7 @@ class EDM(Continuous):
 
 @dataclass(frozen=True)
 class Flow(Continuous):
-    """Rectified flow, x_t = (1-u)·x0 + u·eps. The model is told `condition_scale`·u (1000 in many released checkpoints)."""
+    """Rectified flow, x_t = (1-u)·x0 + u·eps. The model receives `condition_scale`·u (1000 in many released checkpoints)."""
 
     condition_scale: float = 1.0
 

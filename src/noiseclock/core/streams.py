@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, draw, position), so that every rank can know every other rank's share.
+"""Random numbers as a pure function of (seed, draw, position), so that every rank can compute every other rank's share.
 
 A counter-based generator (the splitmix64 finaliser over a Weyl sequence) instead of a stateful one: ranks cannot drift apart, a checkpoint
 needs one integer and resumes on any number of ranks, the CPU and the GPU give the same numbers, and a captured CUDA graph advances by adding
@@ -20,7 +20,7 @@ PER_DRAW = 2**32
 
 
 def in_unit(x: Tensor) -> Tensor:
-    """`x` clamped to [0, 1), the end excluded: rounding takes (n-1 + 0.999...)/n to 1, which would be one step too far."""
+    """`x` clamped to [0, 1), the end excluded: rounding can turn (n-1 + 0.999...)/n into 1, one step too far."""
     return x.clamp(0, 1 - torch.finfo(x.dtype).eps / 2)
 
 
@@ -50,14 +50,14 @@ def _finalize(x: Tensor) -> Tensor:
 
 
 def uniform(start: Tensor, draw: Tensor) -> Tensor:
-    """Uniforms on [0, 1) at the places whose Weyl words are `start`, in draw number `draw`; float64, 24 bits of it where there is no float64."""
+    """Uniforms on [0, 1) at the places whose Weyl words are `start`, in draw number `draw`; float64, or 24-bit float32 without float64."""
     word = _finalize(start + draw * signed(PER_DRAW * GOLDEN))
     bits = 53 if wide(start.device) is torch.float64 else 24
     return _shift(word, 64 - bits).to(wide(start.device)) * 2.0**-bits
 
 
 def places(seed: int, n: int, *, part: int = 0, parts: int = 1) -> Tensor:
-    """The Weyl words of what one part needs: a jitter for each of the n·parts strata, n turns that all parts share, its own n for the order."""
+    """The Weyl words that one part needs: n·parts jitters (one per stratum) and n turns, shared by all parts, and n of its own for the order."""
     strata = n * parts
     shared, own = torch.arange(strata + n, device="cpu"), torch.arange(n, device="cpu") + (strata + n * (1 + part))
     index = torch.cat([shared, own])
@@ -70,8 +70,8 @@ def stratified(start: Tensor, draw: Tensor, n: int, *, part: int = 0, parts: int
     start: `places(seed, n, part=part, parts=parts)`, on the device of `draw`, a 0-d int64 tensor.
 
     The value in a stratum depends on (seed, draw) and the stratum alone, so the union over all parts is the draw of a single part of size
-    n·parts. Each part holds one stratum out of every n-th of the range, so it is itself stratified; which one, and in which order, is random,
-    so that no rank and no place in the batch sees the low end of its cell only.
+    n·parts. Each part holds one stratum from each of n equal intervals, so it is itself stratified. The stratum within an interval and the
+    order are random, so that no rank and no position in the batch sees only the low end of its interval.
     """
     strata = n * parts
     random = uniform(start, draw)
@@ -83,5 +83,5 @@ def stratified(start: Tensor, draw: Tensor, n: int, *, part: int = 0, parts: int
 
 
 def independent(start: Tensor, draw: Tensor, n: int) -> Tensor:
-    """(n,) independent uniforms, other ones in every part; `start` as in `stratified`."""
+    """(n,) independent uniforms, different in every part; `start` as in `stratified`."""
     return uniform(start[-n:], draw)

@@ -1,4 +1,4 @@
-"""Numbers that are made once on the host and read on any device."""
+"""Tables that are computed on the host and read on any device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in float64, where its device has that."""
+    """`x` in float64, if its device supports it."""
     return x.to(wide(x.device))
 
 
@@ -25,15 +25,15 @@ def cell(time: Tensor, n: int) -> Tensor:
 
 
 def lasting() -> AbstractContextManager[Any]:
-    """For tensors that outlive the step: made inside a user's `torch.inference_mode()` they could never be written again."""
+    """For tensors that persist between steps: if made inside a user's `torch.inference_mode()`, they could not be written later."""
     return torch.inference_mode(False)
 
 
 class Table:
     """A tensor with one copy on each device that asked for it.
 
-    Copies are made at first use, because a transfer inside a captured graph would be an error, and are kept and written in place, because a
-    graph goes on reading the memory that it was captured with.
+    A copy is made at first use, because a transfer inside a captured graph would be an error. It is kept and written in place, because a graph
+    keeps reading the memory that it was captured with.
     """
 
     def __init__(self, values: Any) -> None:
@@ -56,6 +56,6 @@ class Table:
         self.values.copy_(torch.as_tensor(values, dtype=self.values.dtype))
         for copy in self._copies.values():
             if self.values.ndim == 0:
-                copy.fill_(self.values.item())  # travels with the launch; a copy from the host would wait for the device
+                copy.fill_(self.values.item())  # passed as a kernel argument; a copy from the host would wait for the device
             else:
                 copy.copy_(self.values)

@@ -1,8 +1,8 @@
-"""EDM2's learned weighting: the loss of each noise level, divided by what the model is expected to lose there (Karras et al., 2312.02696).
+"""EDM2's learned weighting: the loss at each noise level, divided by its expected value there (Karras et al., 2312.02696).
 
     loss = w·err/e^u + u,   u = linear(Fourier(ln σ/4)),   ln σ = -½·ln SNR
 
-At the minimum over u, e^u is the mean of w·err at that noise level, so that every level weighs alike, whatever w was.
+At the minimum over u, e^u is the mean of w·err at that noise level, so that every level contributes equally to the loss, whatever w is.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from noiseclock.core.table import lasting, widen
 from noiseclock.core.weightings import Constant, Weighting
 
 FEATURES = 128
-# Beyond e^±10 a sample is all data or all noise; schedules that go there say ±∞ at their very end.
+# Beyond σ = e^±10 a sample is all data or all noise; ln σ of some schedules is ±∞ at their ends.
 LOG_SIGMA = 10.0
 
 
 class LogError(nn.Module):
-    """u(ln σ), a linear function of 128 waves √2·cos(2π(f·ln σ/4 + φ)), f ~ N(0, 1) and φ uniform, fixed; 0 at first.
+    """u(ln σ), a linear function of 128 waves √2·cos(2π(f·ln σ/4 + φ)) with fixed f ~ N(0, 1) and φ uniform; initially 0.
 
-    With Adam one update moves u by up to 128·√2 times the learning rate: that of the model suits it.
+    With Adam one update moves u by up to 128·√2 times the learning rate: the model's learning rate suits it.
     """
 
     frequency: Tensor
@@ -37,7 +37,7 @@ class LogError(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)  # the same waves on every rank, and no draw from the user's stream
+        generator = torch.Generator().manual_seed(0)  # the same waves on every rank, and no draw from the user's generator
         self.register_buffer("frequency", torch.randn(FEATURES, generator=generator, device="cpu"))
         self.register_buffer("phase", torch.rand(FEATURES, generator=generator, device="cpu"))
         self.weight = nn.Parameter(torch.zeros(FEATURES, device="cpu"))
@@ -46,20 +46,20 @@ class LogError(nn.Module):
     def forward(self, log_sigma: Tensor) -> Tensor:
         """u (B,) at ln σ (B,), float32."""
         waves = math.sqrt(2) * torch.cos(2 * math.pi * (log_sigma[..., None] / 4 * self.frequency + self.phase))
-        return (waves * self.weight).sum(-1) + self.bias  # not a matmul: autocast would round it
+        return (waves * self.weight).sum(-1) + self.bias  # not a matmul: autocast would lower its precision
 
 
 @dataclass(frozen=True)
 class Uncertainty(Weighting):
-    """w·err/e^u + u, with u learned together with the model and w another weighting. Importance correction multiplies the whole.
+    """w·err/e^u + u, with u learned together with the model and w another weighting. Importance correction multiplies the sum.
 
     Give its parameters to the optimiser, after moving it to the model's device:
 
         weighting = nc.Uncertainty(nc.EDMWeight()).to("cuda")
         optimizer = Adam([*model.parameters(), *weighting.parameters()])
 
-    At first u = 0 and the loss is that of w. As a multiplier, which is what samplers and plots see, it is w/e^u. With several ranks let the
-    model own it before it is wrapped, so that its gradients are averaged too: `model.uncertainty = weighting.net`. Its state is in the clock's.
+    Initially u = 0, so the loss is w·err. Samplers and plots use the multiplier w/e^u. With several ranks, make it a submodule of the model before
+    the model is wrapped, so that its gradients are averaged too: `model.uncertainty = weighting.net`. The clock's state includes its state.
     """
 
     weighting: Weighting = Constant()
@@ -74,16 +74,16 @@ class Uncertainty(Weighting):
 
     @property
     def net(self) -> LogError:
-        """The module that is learned."""
+        """The learned module."""
         net: LogError = self.__dict__["_net"]
         return net
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """For the optimiser."""
+        """The learned parameters, for the optimiser."""
         return self.net.parameters()
 
     def to(self, device: torch.device | str) -> Self:
-        """Move what is learned; before the optimiser is made."""
+        """Move the learned parameters; call this before the optimiser is made."""
         self.net.to(device)
         return self
 
@@ -105,7 +105,7 @@ class Uncertainty(Weighting):
 
     def apply(self, error: Tensor, batch: Batch, schedule: Schedule) -> Tensor:
         u = self.log_error(schedule, batch.time)
-        # batch.weight is w/e^u already: what remains of e^-u is 1, with its gradient
+        # batch.weight is already w/e^u: the factor below is 1 and adds the gradient of e^-u
         scaled = error * batch.weight.to(error.dtype) * (u.detach() - u).exp()
         return (scaled + u) * batch.correction.to(error.dtype)
 

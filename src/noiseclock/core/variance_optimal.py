@@ -1,11 +1,11 @@
-"""The density that makes a corrected gradient least noisy, in the metric in which the optimiser steps.
+"""The density that minimises the variance of a corrected gradient, in the optimiser's metric.
 
-With importance correction the mean update does not depend on p. Its variance does, and is least at
+With importance correction the mean update does not depend on p. Its variance does, and is minimal at
 
     p* ∝ base·√s(t),    s(t) = E‖w·∇ℓ_t‖²_P,    P the optimiser's diagonal preconditioner (Adam: 1/(√v̂+ε)).
 
-s is priced without a backward pass: the squared derivative of w·ℓ along P^½ξ, ξ ~ N(0, I), is an unbiased estimate of it, for every sample of a
-batch at once (`core/directions.py`). What there is to gain is known beforehand: the variance at p* is ρ = (∫base·√s)²/∫base·s of that at the base.
+s is estimated without a backward pass: the squared derivative of w·ℓ along P^½ξ, ξ ~ N(0, I), is an unbiased estimate of it, for every sample of a
+batch at once (`core/directions.py`). The gain can be predicted: the variance at p* is ρ = (∫base·√s)²/∫base·s times the variance at the base.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from noiseclock.core.streams import finalize
 
 @dataclass
 class VarianceOptimal(Priced):
-    """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·√E‖w·∇ℓ‖²_P: the least noisy gradient of the same objective.
+    """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·√E‖w·∇ℓ‖²_P: it minimises the variance of the gradient of the same objective.
 
-    The one to start with where 4 % of the time may be spent (docs/choose.md). The model's parameters must be float32; autocast may be on.
+    Start with this one if it may cost 4 % of the training time (docs/choose.md). The model's parameters must be float32; autocast may be on.
 
-    every: optimiser updates between probes, each of two forward passes in float32. samples: that a probe prices, on all ranks together; those of
-    a rank share a direction, which is most of the noise, so more of them add little. bins: of time. decay: of old estimates with each probe.
-    warmup: probes before it moves. gain: it stays at the base while the predicted ρ is above this, because little is to be had; and while the bins
-    differ by less than their standard errors.
+    every: optimiser updates between probes; a probe takes two forward passes in float32. samples: samples per probe, over all ranks; the samples of
+    a rank share a direction, which causes most of the noise, so more samples help little. bins: number of time bins. decay: factor on old estimates
+    at each probe. warmup: probes before the density leaves the base. gain: the density stays at the base while the predicted ρ is above this, because
+    little could be gained; it also stays there while the bins differ by less than their standard errors.
     """
 
     every: int = 40
@@ -71,7 +71,7 @@ class VarianceOptimal(Priced):
 
     @property
     def rho(self) -> float:
-        """The variance of the gradient at p*, predicted, in units of that at the base; 1 while nothing is known. Reads the device."""
+        """The predicted variance of the gradient at p*, relative to the variance at the base; 1 while nothing is known. Reads the device."""
         return float(self._rho(self._prices()))
 
     @property

@@ -5,7 +5,7 @@ SNR ∞, where dividing one form by the other would be 0/0 or ∞/∞:
 
     x0(z)      W                 the weight of the x0 error
     eps(z)     W/SNR             the weight of the eps error
-    shared(z)  W·s² = eps·a²     divided by the objective's `scale` it is the weight of v, flow and EDM errors
+    shared(z)  W·s² = eps·a²     divided by the objective's `scale`: the weight of the v, flow and EDM errors
 
 `z` is a Level: a², s², SNR = a²/s² and NSR = s²/a². Weights that are truly infinite somewhere (the x0 form of most as SNR -> ∞; debiased,
 truncated SNR, EDM and the VLB on eps as SNR -> 0) stop at `CAP`. No weight is negative or NaN.
@@ -30,8 +30,8 @@ from noiseclock.core.objectives import OBJECTIVES, Objective
 from noiseclock.core.schedules import VARIANCES, Level, Schedule
 from noiseclock.core.table import Table, cell, wide, widen
 
-# Low enough that a float32 loss survives it, and above most finite weights of the usual schedules: EDM's reaches 2.5e5 at σ = 0.002. It does cut
-# weights of eps in cosine's last two steps, whose SNR is next to nothing, and the VLB's of x0 where EDM's σ is below 0.0033.
+# Low enough for a float32 loss, and above most finite weights of the usual schedules: EDM's weight reaches 2.5e5 at σ = 0.002. It does cut weights
+# of eps in the last two steps of the cosine schedule, where the SNR is nearly 0, and the VLB's weight of x0 where EDM's σ is below 0.0033.
 CAP = 1e6
 
 
@@ -50,7 +50,7 @@ class Weighting(ABC):
     def shared(self, z: Level) -> Tensor: ...
 
     def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
-        """The weight of the objective's squared error at each time, float64, from 0 to CAP. Not normalised: that is the Clock's to do."""
+        """The weight of the objective's squared error at each time, float64, from 0 to CAP. Not normalised: the Clock does that."""
         z = schedule.level(time)
         if objective.name == "x0":
             weight = self.x0(z)
@@ -61,22 +61,22 @@ class Weighting(ABC):
         return weight.clamp(max=CAP)
 
     def apply(self, error: Tensor, batch: Batch, schedule: Schedule) -> Tensor:
-        """(B,) what is trained, from the errors (B,) of a batch that was weighted by this."""
+        """(B,) the training loss, from the errors (B,) of a batch drawn with this weighting."""
         return error * (batch.weight * batch.correction).to(error.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; nothing, unless the weight is learned."""
+        """The state that a checkpoint needs; empty unless the weight is learned."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it, or raise a ValueError and change nothing."""
+        """Restore a state, or raise a ValueError and change nothing."""
         if state:
             raise ValueError(f"{self} has no state, but was given {sorted(state)}")
 
 
 @dataclass(frozen=True)
 class Constant(Weighting):
-    """Weight 1 on the error of one target: the one that is trained, unless `on` names another.
+    """Weight 1 on the error of one target: the trained target, unless `on` names another.
 
     `Constant(on="eps")` is DDPM's simple loss whatever the model predicts.
     """
@@ -151,7 +151,7 @@ class P2(Weighting):
         take_positive(self, "k", "gamma")
 
     def x0(self, z: Level) -> Tensor:
-        # SNR/(k+SNR)^γ times s^2γ above and below; 0⁰ = 1 makes it right at s = 0, γ = 1
+        # SNR/(k+SNR)^γ with numerator and denominator multiplied by s^2γ; 0⁰ = 1 makes it right at s = 0, γ = 1
         return z.a2 * z.s2 ** (self.gamma - 1) / (self.k * z.s2 + z.a2) ** self.gamma
 
     def eps(self, z: Level) -> Tensor:
@@ -198,8 +198,7 @@ class TruncatedSNR(Weighting):
 class Sigmoid(Weighting):
     """sigmoid(bias-λ) on eps (Kingma & Gao, 2303.00848; Simpler Diffusion, 2410.19324).
 
-    Its authors state it per unit of λ, so under a time that runs unevenly through λ it carries |dλ/du|; `per="time"` leaves that out, as
-    many trainers do.
+    Its authors define it per unit of λ, so per unit of time it has the factor |dλ/du|; `per="time"` leaves this factor out, as many trainers do.
     """
 
     bias: float = 2.0
@@ -227,7 +226,7 @@ class Sigmoid(Weighting):
 
 @dataclass(frozen=True)
 class VLB(Weighting):
-    """c_t, the variational bound's own weight, for the sake of the likelihood alone; in nats per dimension (see `Schedule.vlb`)."""
+    """c_t, the weight of the variational bound, which serves the likelihood only; in nats per dimension (see `Schedule.vlb`)."""
 
     variance: str = "fixed-large"
 
@@ -244,13 +243,13 @@ class VLB(Weighting):
         return self._coefficient(z, "eps")
 
     def shared(self, z: Level) -> Tensor:
-        # each form where it is finite: x0's at the noisy end, eps's at the clean one
+        # the form that is finite: x0's at the noisy end, eps's at the clean end
         return torch.where(z.a2 < z.s2, self.x0(z) * z.s2, self.eps(z) * z.a2)
 
 
 @dataclass(frozen=True)
 class EDMWeight(Weighting):
-    """SNR + 1/σ_data² on x0: weight 1 on EDM's own target. σ_data is the objective's unless given; 0.5 where that has none."""
+    """SNR + 1/σ_data² on x0: weight 1 on EDM's own target. σ_data is by default the objective's, or 0.5 if the objective has none."""
 
     sigma_data: float | None = None
 
@@ -288,7 +287,7 @@ class ChangeAware(Weighting):
         if z.schedule not in self._tables:
             change = z.schedule.increments().change
             spread = change.max() - change.min()
-            share = (change - change.min()) / spread if spread > 0 else np.ones_like(change)  # of two steps, both change alike
+            share = (change - change.min()) / spread if spread > 0 else np.ones_like(change)  # with two steps both change equally
             self._tables[z.schedule] = Table((1 - self.lam) + (2 * self.lam - 1) * share)
         table = self._tables[z.schedule].on(z.a2.device)
         return table[cell(z.time, len(table))]
@@ -298,7 +297,7 @@ class ChangeAware(Weighting):
         return {}
 
     def x0(self, z: Level) -> Tensor:
-        return z.snr.clamp(max=CAP) * self.eps(z)  # at lam = 1 the slowest step weighs 0, and ∞·0 is no number
+        return z.snr.clamp(max=CAP) * self.eps(z)  # at lam = 1 the slowest step has weight 0, and ∞·0 would be NaN
 
     def shared(self, z: Level) -> Tensor:
         return z.a2 * self.eps(z)

@@ -54,7 +54,7 @@ class Shifted(Density):
         return self.k * u / (1 + (self.k - 1) * u)
 
     def _unshift(self, u: Tensor) -> Tensor:
-        return (u / (self.k - (self.k - 1) * u)).clamp(0, 1)  # rounding may lead out at the ends
+        return (u / (self.k - (self.k - 1) * u)).clamp(0, 1)  # rounding may leave [0, 1]
 
     def icdf(self, v: Tensor) -> Tensor:
         return self._shift(self.sampler.icdf(v))
@@ -95,10 +95,10 @@ class Truncated(Density):
 
     @cached_property
     def _shares(self) -> tuple[float, float]:
-        """The inner probability below lo, and between lo and hi."""
+        """The probability of the inner density below lo, and between lo and hi."""
         ends = torch.tensor([0.0, self.lo, self.hi], dtype=torch.float64, device="cpu")
         below, between = self.sampler.mass(ends[:-1], ends[1:]).tolist()
-        if between < 1e-9:  # of the 16 digits of a uniform, too few would be left to tell times apart
+        if between < 1e-9:  # too few of a uniform's 16 digits would be left to tell times apart
             raise ValueError(f"Truncated: {self.sampler} has hardly any probability ({between:.0e}) in [{self.lo}, {self.hi}]")
         return below, between
 
@@ -119,7 +119,7 @@ class Truncated(Density):
 class Blend(Sampler):
     """p = (1-f)·sampler + f·other, drawn by splitting the uniform at f: both parts stay stratified and nothing is inverted numerically.
 
-    Learned samplers can be blended too: the parts are asked for no more than any Sampler gives.
+    Learned samplers can be blended too: only the methods of `Sampler` are used.
     """
 
     sampler: Sampler
@@ -221,7 +221,7 @@ def _check_parts(owner: Blend) -> None:
 
 @dataclass(frozen=True)
 class Mixture(Blend):
-    """(1-floor)·sampler + floor·other: with the uniform as `other`, a floor under every time.
+    """(1-floor)·sampler + floor·other: with the uniform as `other`, the density is at least `floor` at every time.
 
     >>> Mixture(Truncated(Uniform(), 0.5, 1.0), floor=0.2).log_prob(torch.tensor([0.1, 0.9])).exp()
     tensor([0.2000, 1.8000], dtype=torch.float64)
@@ -241,9 +241,9 @@ class Mixture(Blend):
 
 @dataclass
 class Annealed(Blend):
-    """One sampler until optimiser update `start`, another from `stop` on, and a linear passage between them.
+    """One sampler until optimiser update `start`, another from `stop` on, and a linear transition between them.
 
-    A Clock counts the updates; without one, call `advance(updates)`. The count is the clock's to save, so there is no state of its own.
+    A Clock counts the updates; without one, call `advance(updates)`. The clock saves this count; it is not part of the sampler's state.
     """
 
     sampler: Sampler
@@ -260,7 +260,7 @@ class Annealed(Blend):
 
     @property
     def support(self) -> tuple[float, float]:
-        """What can be drawn all the way through: the two samplers' common times."""
+        """The times that can be drawn during the whole transition: the intersection of both supports."""
         (a, b), (c, d) = self.sampler.support, self.other.support
         return max(a, c), min(b, d)
 
@@ -270,7 +270,7 @@ class Annealed(Blend):
 
     @property
     def share(self) -> float:
-        """The part of `other` now."""
+        """The current share of `other`."""
         return float(self._share.values)
 
     @property

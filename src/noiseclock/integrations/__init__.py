@@ -1,1 +1,1 @@
-"""A Clock in other people's trainers and tools. Each module needs its own package, and none is imported unless asked for."""
+"""A Clock in third-party trainers and tools. Each module needs its own package and is imported only on request."""

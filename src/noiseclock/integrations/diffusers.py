@@ -1,9 +1,9 @@
-"""A Clock from a diffusers scheduler, and three of diffusers' training utilities with their traps taken out.
+"""A Clock from a diffusers scheduler, and three of diffusers' training utilities with their pitfalls removed.
 
     clock = clock_from(noise_scheduler, sampler="loss-second-moment", weighting=nc.MinSNR(5))
 
-What the model is told is what diffusers' own scripts tell it: the integer timestep (DDPM, DDIM), 1000·σ (flow matching), ln σ/4 (EDM). So a model
-trained by the clock is sampled by the same scheduler in any pipeline.
+The model receives the noise level as in diffusers' own scripts: the integer timestep (DDPM, DDIM), 1000·σ (flow matching), ln σ/4 (EDM). So the
+same scheduler can sample from a model trained with the clock, in any pipeline.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def clock_from(scheduler: Any, sampler: str | Sampler = "uniform", weighting: st
     """A Clock with the noise levels and the target of a diffusers scheduler.
 
     scheduler: DDPM, DDIM, EDM (Euler or DPM-Solver) or FlowMatchEulerDiscrete; its config is read, so `set_timesteps` does not matter. The target
-    is its `prediction_type`, EDM's preconditioned network, or the velocity eps - x0 of flow matching. options: what a Clock takes besides, `correct`,
-    `base`, `seed`, ...
+    is its `prediction_type`, EDM's preconditioned network, or the velocity eps - x0 of flow matching. options: other arguments of
+    Clock, `correct`, `base`, `seed`, ...
 
-    A flow scheduler's `shift` moves times towards noise, as in diffusers: a fixed sampler and the base mean unshifted times. A learned sampler
-    chooses its own times, so there it moves the base, to which the loss is corrected.
+    A flow scheduler's `shift` moves times towards noise, as in diffusers: give a fixed sampler and the base for unshifted times. A learned sampler
+    chooses its own times, so there `shift` moves the base, which defines the objective of the corrected loss.
     """
     if not isinstance(scheduler, (*STEPS, *EDM, *FLOW)):
         raise TypeError(f"clock_from reads {KNOWN}, got {type(scheduler).__name__}; train with one of these and sample with any other")
@@ -75,7 +75,7 @@ def _check_flow(config: Any) -> None:
 
 
 def _shifted(sampler: Sampler, shift: float, options: dict[str, Any]) -> tuple[Sampler, dict[str, Any]]:
-    """The sampler, and what a Clock takes besides, for times that a scheduler shifts."""
+    """The sampler and the other arguments of Clock, with a scheduler's shift applied."""
     correct = options.get("correct", "auto")
     corrected = sampler.corrects if correct == "auto" else correct == "importance"
     if isinstance(sampler, Density):
@@ -88,7 +88,7 @@ def _shifted(sampler: Sampler, shift: float, options: dict[str, Any]) -> tuple[S
     if not corrected:
         return sampler, options
     base = names.sampler(options.get("base", Uniform()))
-    return sampler, {**options, "base": Shifted(base, shift)}  # type: ignore[arg-type]  # Shifted says so where it is no density
+    return sampler, {**options, "base": Shifted(base, shift)}  # type: ignore[arg-type]  # Shifted raises if it is no density
 
 
 # --- in place of diffusers.training_utils -------------------------------------------------------------------------------------------------
@@ -107,15 +107,15 @@ def compute_density_for_timestep_sampling(
 
     weighting_scheme: "logit_normal" (with logit_mean, logit_std), "mode" (mode_scale) or "none" for uniform.
 
-    What diffusers does otherwise:
-    - `timesteps` falls, so its u = sigmoid(z) picks *low* noise for logit_mean > 0, where SD3 means high noise; this is sigmoid(-z), from the same z.
-      A logit_mean of 0, "mode" and "none" are symmetric, and their densities the same in both.
-    - Loss weights ("sigma_sqrt", "cosmap") and names that nobody knows draw uniformly there, in silence; here they are errors.
-    - u can be 1, a step too many, there ("mode" at a uniform of 0); and below 0 for mode_scale < -1, which indexes from the other end.
+    Differences from diffusers:
+    - `timesteps` falls, so diffusers' u = sigmoid(z) picks *low* noise for logit_mean > 0, where SD3 means high noise; here u = sigmoid(-z), from the
+      same z. The densities of logit_mean = 0, "mode" and "none" are symmetric, and therefore the same in both.
+    - For loss weights ("sigma_sqrt", "cosmap") and unknown names diffusers silently draws uniform times; here they are errors.
+    - diffusers' u can be 1, one step too many ("mode" at a uniform of 0), and below 0 for mode_scale < -1, which indexes from the other end.
     """
     _check_scheme("density of times", weighting_scheme, DENSITIES, WEIGHTS)
     if weighting_scheme == "logit_normal":
-        density = LogitNormal(logit_mean, logit_std)  # type: ignore[arg-type]  # which says what it needs
+        density = LogitNormal(logit_mean, logit_std)  # type: ignore[arg-type]  # LogitNormal raises if one is None
         z = torch.randn(batch_size, device=device, generator=generator)
         return in_unit(torch.sigmoid(-(density.mean + density.std * z)))
     v = torch.rand(batch_size, device=device, generator=generator)
@@ -123,14 +123,14 @@ def compute_density_for_timestep_sampling(
 
 
 def compute_loss_weighting_for_sd3(weighting_scheme: str, sigmas: Tensor) -> Tensor:
-    """The weight of the velocity's error at each σ, in the shape of `sigmas`, float32 at least. Arguments as in diffusers.
+    """The weight of the velocity error at each σ, in the shape of `sigmas`, float32 at least. Arguments as in diffusers.
 
     weighting_scheme: "sigma_sqrt" (σ⁻²), "cosmap" (2/(π(1 - 2σ + 2σ²))) or "none" for 1.
 
-    What diffusers does otherwise:
-    - Its scripts pass one `weighting_scheme` to both functions, so that choosing a density sets the weight to 1, and choosing a weight draws
-      uniformly. Here they are two choices, any two of which go together.
-    - Densities ("logit_normal", "mode") and names that nobody knows weigh 1 there, in silence; here they are errors.
+    Differences from diffusers:
+    - diffusers' scripts pass one `weighting_scheme` to both functions, so that choosing a density sets the weight to 1, and choosing a weight draws
+      uniform times. Here density and weight are two independent choices.
+    - For densities ("logit_normal", "mode") and unknown names diffusers silently returns a weight of 1; here they are errors.
     """
     _check_scheme("loss weight", weighting_scheme, WEIGHTS, DENSITIES)
     sigmas = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
@@ -142,10 +142,10 @@ def compute_loss_weighting_for_sd3(weighting_scheme: str, sigmas: Tensor) -> Ten
 
 
 def compute_min_snr_weights(noise_scheduler: Any, timesteps: Tensor, snr_gamma: float = 5.0) -> Tensor:
-    """(B,) the weights that diffusers' scripts make of `compute_snr`, for the scheduler's `prediction_type`; float32.
+    """(B,) the weights that diffusers' scripts compute from `compute_snr`, for the scheduler's `prediction_type`; float32.
 
-    min(SNR, γ) of the sample, over SNR for epsilon and over SNR+1 for v_prediction: the same as a Clock's MinSNR. What the scripts do otherwise: at
-    a zero terminal SNR they divide 0 by 0 for epsilon, and the loss is NaN; here the weight is its limit, 1.
+    min(SNR, γ) for sample, divided by SNR for epsilon and by SNR+1 for v_prediction: the same as a Clock's MinSNR. Difference from the scripts: at
+    zero terminal SNR they divide 0 by 0 for epsilon, so the loss is NaN; here the weight is its limit, 1.
     """
     if not isinstance(getattr(noise_scheduler, "alphas_cumprod", None), Tensor):
         raise TypeError(

@@ -13,9 +13,9 @@
 
     Trainer(callbacks=ClockCallback()).fit(Model(), loader)
 
-The mixin's training step asks for `clock` and `predict` and nothing else. The callback lets the clock count the optimiser's updates, keeps its state
-in Lightning's checkpoints, one for each process, and logs what the sampler learns. An `Uncertainty` weighting it moves to the module's device, and
-averages its gradients over the processes. Either can be used without the other.
+The mixin's training step needs only `clock` and `predict`. The callback lets the clock count the optimiser's updates, saves its state in Lightning's
+checkpoints, one state for each process, and logs what the sampler learns. It also moves an `Uncertainty` weighting to the module's device and
+averages its gradients over the processes. The mixin and the callback can be used independently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callbacks() -> tuple[type, ...]:
-    """Lightning's Callback, by either of its names, whose classes are not the same: those that the program has imported, or one that is installed."""
+    """The Callback class of each Lightning package (they differ) that the program has imported, or else of the first one installed."""
     if imported := [sys.modules[name] for name in PACKAGES if sys.modules.get(name)]:
         return tuple(package.Callback for package in imported)
     for name in PACKAGES:
@@ -55,11 +55,11 @@ _FOUND = _callbacks()
 
 
 def micro_batch(trainer: Any, batch_idx: int) -> tuple[int, int]:
-    """Which micro-batch of its update a batch is, and out of how many: the last update of an epoch may have fewer."""
+    """The index of a batch among the micro-batches of its update, and their number: the last update of an epoch may have fewer."""
     parts = trainer.accumulate_grad_batches
     i = batch_idx % parts
     left = trainer.num_training_batches - (batch_idx - i)  # infinite for a loader without length
-    return i, int(left) if i < left < parts else parts  # a run resumed at the very end of an epoch is given batches beyond it
+    return i, int(left) if i < left < parts else parts  # a run resumed at the very end of an epoch gets batches beyond it
 
 
 class ClockMixin:
@@ -69,7 +69,7 @@ class ClockMixin:
     trainer: Any
 
     def predict(self, x_t: Tensor, t: Tensor, *cond: Any) -> Tensor:
-        """What the network makes of x_t (B, ...), told t (B,): a tensor like x_t."""
+        """The network's prediction from x_t (B, ...) and t (B,), a tensor like x_t."""
         raise NotImplementedError(f"{type(self).__name__} must define predict(self, x_t, t), or predict(self, x_t, t, cond)")
 
     def clock_losses(self, x0: Tensor, *, cond: Any = None, micro: tuple[int, int] = (0, 1)) -> Tensor:
@@ -89,11 +89,11 @@ class ClockMixin:
         return loss
 
 
-class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightnings
-    """Attaches the module's clock to its optimiser, saves and restores it, and logs its numbers as often as the trainer logs.
+class ClockCallback(*_FOUND):  # type: ignore[misc]  # the Callback classes of zero, one or two Lightning packages
+    """Attaches the module's clock to its optimiser, saves and restores the clock, and logs its numbers as often as the trainer logs.
 
-    optimizer: which of the optimisers trains the clock's model, where there are several. curves_every: updates between densities and losses by
-    time, see `integrations/trackers.py`; they are logged at the end too, 0 for never.
+    optimizer: the index of the optimiser that trains the clock's model, if there are several. curves_every: updates between logs of densities and
+    losses by time, see `integrations/trackers.py`; they are also logged at the end; 0 for never.
     """
 
     def __init__(self, *, optimizer: int | None = None, curves_every: int = 1000) -> None:
@@ -104,16 +104,16 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightni
         take_whole(self, "curves_every", least=0)
         self._clock: Clock | None = None
         self._restored = self._stepped = False
-        self._logged, self._tracked = 0, 0  # the last update that was looked at, and the last whose curves were shown
+        self._logged, self._tracked = 0, 0  # the last step that was checked for logging, and the last step whose curves were logged
         self._hook: Any = None
-        self._learned: list[Tensor] = []  # by the weighting, where the module does not own it
+        self._learned: list[Tensor] = []  # the weighting's parameters, if it is not a submodule of the module
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         clock = getattr(pl_module, "clock", None)
         if not isinstance(clock, Clock):
             raise TypeError(f"ClockCallback looks for a Clock in the module's `clock`: set self.clock = nc.Clock(...) in {type(pl_module).__name__}")
         self._clock, self._restored, self._learned = clock, False, []
-        # what the module owns Lightning moves and averages itself
+        # Lightning itself moves the module's submodules and averages their gradients
         if isinstance(clock.weighting, Uncertainty) and clock.weighting.net not in set(pl_module.modules()):
             self._learned = list(clock.weighting.to(trainer.strategy.root_device).parameters())
 
@@ -144,8 +144,8 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightni
         self._stepped = True
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        # DDP knows the module alone. Here, before a GradScaler looks for what is infinite, so that all processes skip the same steps; after each
-        # micro-batch is as good as after the last, because what was averaged before stays as it is.
+        # DDP averages the module's gradients only. This hook runs before a GradScaler checks for infinite gradients, so all processes skip the same
+        # steps. Averaging after each micro-batch is as good as after the last: what was averaged before does not change.
         average_([p.grad for p in self._learned if p.grad is not None])
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -157,16 +157,16 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightni
         if i < parts - 1:
             return
         if pl_module.automatic_optimization and not self._stepped:
-            pl_module.clock.updated(skipped=True)  # by a GradScaler, so that no hook ran; a probe that was begun must not wait for another batch
+            pl_module.clock.updated(skipped=True)  # by a GradScaler, so no hook ran; a pending probe must not wait for another batch
         if trainer.is_global_zero:
             self._log(trainer, pl_module.clock)
 
-    # --- what is seen -------------------------------------------------------------------------------------------------------------------
+    # --- logging ------------------------------------------------------------------------------------------------------------------------
 
     def _log(self, trainer: Any, clock: Clock) -> None:
         step, before = trainer.global_step, self._logged
         self._logged = step
-        # counted so because a batch may make no update, or several with several optimisers
+        # compared with the last step, because a batch may make no update, or several with several optimisers
         due = [every > 0 and step // every > before // every for every in (self.curves_every, trainer.log_every_n_steps)]
         if due[0]:
             self._track(trainer, clock)
@@ -188,10 +188,10 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightni
     # --- state --------------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock of every process: Lightning asks all of them and writes what the first one says."""
+        """The clock state of every process: Lightning calls this on all processes and writes the result of the first."""
         if self._clock is None:
             return {}
-        mine = map_tensors(Tensor.cpu, self._clock.state_dict())  # or the first process would open a context on every GPU
+        mine = map_tensors(Tensor.cpu, self._clock.state_dict())  # otherwise the first process would open a CUDA context on every GPU
         ranks: list[Any] = [mine]
         if dist.is_available() and dist.is_initialized():
             ranks = [None] * dist.get_world_size()
@@ -199,7 +199,7 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # of no, one or two Lightni
         return {"ranks": ranks}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on as the clock of this process; on another number of processes, as the first one's: times go on, noise starts anew."""
+        """Restore the clock of this process; if the number of processes has changed, that of the first: times continue, noise starts a new stream."""
         if self._clock is None:
             raise ValueError("a ClockCallback restores the clock of a module: give it to a Trainer, and the checkpoint to trainer.fit(ckpt_path=...)")
         ranks = state_dict["ranks"]

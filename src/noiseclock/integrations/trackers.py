@@ -1,4 +1,4 @@
-"""What a clock does, in TensorBoard, in Weights & Biases or in any tracker of accelerate and Lightning.
+"""Log a clock to TensorBoard, Weights & Biases or any tracker of accelerate and Lightning.
 
     track(writer, clock, step)
 
@@ -7,11 +7,11 @@ get the numbers. Names start with "noiseclock/":
 
     loss_q1 ... loss_q4     mean unweighted loss of about the last 1000 batches in each quarter of time, q1 the least noise
     ess                     effective sample size of the importance weights, as a share of the batch
-    rho                     predicted variance of the gradient, in units of that under the base
-    r_squared, f, entropy   how well the times that Adaptive has selected predict the rest, and how even its density is (0: uniform)
-    probes, skipped, share  looks at the model, values that were not finite, how far an Annealed has come
+    rho                     predicted variance of the gradient, relative to the variance under the base
+    r_squared, f, entropy   how well Adaptive's selected times predict the other times, and how even its density is (0: uniform)
+    probes, skipped, share  number of probes, number of values that were not finite, share of the other sampler in an Annealed
 
-It reads the device, so do it where you log, and with several processes on the one that writes.
+`track` reads the device, so call it only when you log, and with several processes only on the one that writes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PREFIX = "noiseclock/"
 
 
 class Curves(NamedTuple):
-    """What a clock does over time, in equal cells of it, as numpy arrays (cells,).
+    """The curves of a clock in equal cells of time, as numpy arrays (cells,).
 
-    time: the middle of each cell. log_snr: there. density: p. weight: w. effective: what is trained in effect, p·w, or base·w when corrected.
-    drawn: how often so far. loss: unweighted, of about the last 1000 batches, NaN where none was drawn.
+    time: the middle of each cell. log_snr: at these times. density: p. weight: w. effective: the weight that is trained in effect, p·w, or base·w
+    if corrected. drawn: number of draws so far. loss: unweighted, mean of about the last 1000 batches, NaN where none was drawn.
     """
 
     time: Array
@@ -49,7 +49,7 @@ class Curves(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What a sampler that prices time has found, (bins,): the middle of each bin, the mean price and its standard error."""
+    """The prices that a `Priced` sampler has measured, (bins,): the middle of each bin, the mean price and its standard error."""
 
     time: Array
     price: Array
@@ -64,7 +64,7 @@ def curves(clock: Clock) -> Curves:
 
 
 def means(values: Array, cells: int) -> Array:
-    """(cells,) the means over equal cells of a function that is constant on other equal cells, (n,).
+    """(cells,) the means over equal cells of a function that is constant on n other equal cells, (n,).
 
     >>> means(np.array([1.0, 2.0, 6.0]), 2)
     array([1.33333333, 4.66666667])
@@ -74,7 +74,7 @@ def means(values: Array, cells: int) -> Array:
 
 
 def prices(clock: Clock) -> Prices | None:
-    """What its sampler has priced, or None for a sampler of another kind."""
+    """The prices of the clock's sampler, or None if it is not a `Priced` sampler."""
     sampler = clock.sampler
     while isinstance(sampler, Blend):
         sampler = sampler.sampler
@@ -85,7 +85,7 @@ def prices(clock: Clock) -> Prices | None:
 
 
 def numbers(clock: Clock) -> dict[str, float]:
-    """What the sampler tells of itself and the loss by quarter of time, by name; numbers that are not known yet are left out."""
+    """The sampler's `info` and the loss by quarter of time, by name; numbers that are not known yet are left out."""
     found = {name: float(value) for name, value in clock.sampler.info.items() if not isinstance(value, list)}
     seen = clock.record.by_time()
     for quarter in range(4):
@@ -96,7 +96,7 @@ def numbers(clock: Clock) -> dict[str, float]:
 
 
 def track(where: Any, clock: Clock, step: int) -> None:
-    """Show what the clock does at this step.
+    """Log the clock at this step.
 
     where: a SummaryWriter, a wandb run, or a tracker of accelerate (`accelerator.trackers`) or Lightning (`trainer.loggers`).
     """
@@ -112,7 +112,7 @@ def track(where: Any, clock: Clock, step: int) -> None:
 
 
 def _opened(where: Any, step: int) -> tuple[Any, Callable[[dict[str, Any]], None]]:
-    """What a tracker of accelerate or Lightning holds, or `where` itself; and its own way to log, which knows how it counts steps."""
+    """The writer or run inside a tracker of accelerate or Lightning, or `where` itself; and its log function, which knows how it counts steps."""
     if hasattr(where, "log_metrics") and hasattr(where, "experiment"):  # Lightning
         return where.experiment, lambda values: where.log_metrics(values, step)
     if hasattr(where, "store_init_configuration") and hasattr(where, "log"):  # accelerate
@@ -139,7 +139,7 @@ def _to_tensorboard(writer: Any, clock: Clock, step: int) -> None:
     if priced is not None:
         bars["price_by_time"] = priced.price
     for name, heights in bars.items():
-        # not add_histogram, which would choose cells of its own
+        # not add_histogram, which would choose its own cells
         n = len(heights)
         time = (np.arange(n) + 0.5) / n
         writer.add_histogram_raw(
@@ -152,7 +152,7 @@ def _to_tensorboard(writer: Any, clock: Clock, step: int) -> None:
 
 
 def _figure(clock: Clock, seen: Curves, priced: Prices | None) -> Any:
-    """The curves as a matplotlib figure, None where that is not installed."""
+    """The curves as a matplotlib figure, None if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
