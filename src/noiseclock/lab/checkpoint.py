@@ -42,7 +42,7 @@ from noiseclock.lab.processes import all_or_none
 from noiseclock.lab.shards import my_rows
 from noiseclock.lab.stored import Files, Stored
 
-FORMAT, SPREAD_FORMAT = 1, 2  # versions of the file format, without and with parts; raised when an older reader would misread it
+FORMAT, SPREAD_FORMAT = 1, 2  # versions of the file format, without and with parts; a new number when an older reader would misread it
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
 T = TypeVar("T")
 
