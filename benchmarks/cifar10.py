@@ -1,11 +1,11 @@
-"""The trainings of docs/results.md, as one queue that any stretch of machine time takes further.
+"""The trainings of docs/results.md, as one queue that can be interrupted and resumed at any time.
 
-    python benchmarks/cifar10.py runs/cifar10 --jobs 4 --minutes 25     # on a GPU; the same line again goes on
+    python benchmarks/cifar10.py runs/cifar10 --jobs 4 --minutes 25     # on a GPU; run it again to continue
     python benchmarks/cifar10.py runs/cifar10 --list                    # what is left, in its order
-    python benchmarks/cifar10.py runs/cifar10 --merge                   # put what came of it beside the other results
+    python benchmarks/cifar10.py runs/cifar10 --merge                   # add the measurements to the other results
 
-A job takes the first training that no other is at, of whichever comparison, so that none waits for the last of one. What was begun in the folder goes
-on; what `benchmarks/results` holds already is left alone, because results move between machines more easily than weights do.
+Each job takes the first training that no other job has, from any comparison, so that no job waits for the end of a comparison. Trainings in the
+folder are resumed. Trainings that `benchmarks/results` already has are skipped, because results move between machines more easily than weights.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from noiseclock.lab.interrupt import listening
 from noiseclock.lab.recipes import recipe
 
 RESULTS = Path(__file__).with_name("results")
-TRAINED = ("checkpoints", "samples", "locks", ".lock", "config.json")  # what stays where it was made
+TRAINED = ("checkpoints", "samples", "locks", ".lock", "config.json")  # what --merge does not copy
 OURS = ("uniform", "variance-optimal", "min-snr", "variance-optimal+min-snr")
 PAPERS = ("p2", "log-normal", "speed+change-aware", "adaptive.paper")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some trainings of a comparison, up to an update. solved: other solvers are tried on what was trained to its end."""
+    """Some trainings of a comparison, up to update `until`. solved: finished trainings are evaluated with other solvers too."""
 
     name: str
     methods: tuple[str, ...]
@@ -53,7 +53,7 @@ class Part:
     solved: bool = False
 
     def plan(self) -> compare.Plan:
-        """The comparison that they belong to."""
+        """The comparison that the trainings belong to."""
         base = replace(recipe(self.recipe), **self.changes)
         return compare.Plan(self.recipe, base, self.methods, self.seeds, self.lrs, self.every, self.samples)
 
@@ -63,7 +63,7 @@ BRIEF = {"updates": 20_000, "warmup": 500, "ema": 0.999}
 CONTINUOUS = {**BRIEF, "channels": 64, "batch": 128}
 PROBED = ("adaptive.scaled", "adaptive.scaled+min-snr", "lookahead", "lookahead:target=min-snr+min-snr")
 
-QUEUE = [  # by what they decide
+QUEUE = [  # grouped by the question that they answer
     # each method at its best of three learning rates
     Part("cifar10-sprint-5k", (*PROBED, "variance-optimal+min-snr"), lrs=(0.0002,), until=5_000, changes={"updates": 5_000}),
     Part(LINEAR, PROBED, lrs=(0.0008,), until=5_000),
@@ -91,7 +91,7 @@ QUEUE = [  # by what they decide
 
 
 def left(queue: list[Part], folder: Path, results: Path) -> Iterator[tuple[Part, compare.Plan, compare.Cell]]:
-    """What is not done, neither here nor in the results."""
+    """The trainings that are done neither here nor in the results."""
     for part in queue:
         plan = part.plan()
         for cell in plan.cells():
@@ -100,18 +100,18 @@ def left(queue: list[Part], folder: Path, results: Path) -> Iterator[tuple[Part,
 
 
 def done(part: Part, cell: Path) -> bool:
-    """Whether nothing of a training is left."""
+    """Is the training complete, with its solvers?"""
     return reached(cell) >= part.until and not (part.solved and solvers.missing(cell))
 
 
 def reached(cell: Path) -> int:
-    """The last update at which it was evaluated."""
+    """The last update at which a training was evaluated."""
     path = cell / "points.jsonl"
     return max((json.loads(line)["step"] for line in path.read_text().splitlines()), default=0) if path.exists() else 0
 
 
 def work(queue: list[Part], folder: Path, results: Path, threads: int, device: str | None = None) -> None:
-    """One job: the first that nobody is at, until nothing is left."""
+    """One job: take the first free training, until none is left."""
     torch.set_num_threads(threads)
     failed: set[str] = set()
     while take(queue, folder, results, failed, device):
@@ -119,7 +119,7 @@ def work(queue: list[Part], folder: Path, results: Path, threads: int, device: s
 
 
 def take(queue: list[Part], folder: Path, results: Path, failed: set[str], device: str | None) -> bool:
-    """Whether there was one to be trained."""
+    """Run the first free training; False if there is none."""
     for part, plan, cell in left(queue, folder, results):
         here = folder / part.name
         if f"{part.name} {cell.slug}" in failed:
@@ -135,8 +135,8 @@ def take(queue: list[Part], folder: Path, results: Path, failed: set[str], devic
                         if event.point is not None:
                             numbers = [name for name in ("step", "validation", "bits", "frechet") if name in event.point]
                             told(part, cell, *(f"{name} {event.point[name]:.5g}" for name in numbers))
-                    wish.grant()  # a training that is done does not any more
-                if part.solved:  # here, where the network is compiled already
+                    wish.grant()  # a finished training no longer stops for a signal
+                if part.solved:  # now, while the network is compiled
                     solvers.measure(here / "cells" / cell.slug, device=device)
         except Busy:
             continue
@@ -148,7 +148,7 @@ def take(queue: list[Part], folder: Path, results: Path, failed: set[str], devic
 
 
 def collect(queue: list[Part], folder: Path, results: Path) -> None:
-    """Put the evaluations and logs of this folder beside the others; where both have a training, the one that came further stays."""
+    """Add this folder's evaluations and logs to the results; if both have a training, the one that got further stays."""
     begun = {part.name: part for part in queue if any(map(reached, (folder / part.name / "cells").glob("*")))}
     for name, part in begun.items():
         with tempfile.TemporaryDirectory() as measured:
@@ -157,12 +157,12 @@ def collect(queue: list[Part], folder: Path, results: Path) -> None:
 
 
 def told(part: Part, cell: compare.Cell, *words: str) -> None:
-    """A line, with the time."""
+    """Print a line with the time."""
     print(time.strftime("%H:%M:%S"), part.name, *cell, *words, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Work, or tell what is left."""
+    """Train, list what is left, or merge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="one folder of results for each comparison comes into it")
     parser.add_argument("--results", type=Path, default=RESULTS, help="what is done already")

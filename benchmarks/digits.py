@@ -3,7 +3,7 @@
     python benchmarks/digits.py --out benchmarks/results/digits.json        # the recipe as it is, three seeds: 10 to 20 minutes on 2 cores
     python benchmarks/digits.py --updates 50 --seeds 1 --samples 100        # a look at whether it runs
 
-The time is that of the updates alone, as the trainer counts it.
+The time is that of the updates alone, as the trainer measures it.
 """
 
 from __future__ import annotations

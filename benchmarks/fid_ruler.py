@@ -1,10 +1,10 @@
-"""Is the ruler straight? The FID of CIFAR-10's training images against its test images, which is known: 3.15 with 50,000 and 10,000.
+"""Is our FID correct? That of CIFAR-10's training images against its test images is known: 3.15 with 50,000 and 10,000.
 
     python benchmarks/fid_ruler.py --precision fp32 tf32 fp16 bf16 --out fid.json      # all images: a minute on a GPU, hours on a CPU
     python benchmarks/fid_ruler.py --train 200 --test 200                              # a look at whether it runs
 
-The training images against themselves must give 0. With several precisions, what each does to FID and how long its
-features take. The statistics of the training images stay in $NOISECLOCK_HOME for the next run.
+The training images against themselves must give 0. With several precisions, the table shows what each does to FID and how
+long its features take. The statistics of the training images are cached in $NOISECLOCK_HOME for the next run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         how = {"device": args.device, "precision": precision}
         seconds = []
         for batch in args.batch:
-            features_of(fake[: 2 * batch], network, batch=batch, **how)  # which chooses kernels
+            features_of(fake[: 2 * batch], network, batch=batch, **how)  # warm-up: chooses kernels
             start = time.perf_counter()
             features_of(fake, network, batch=batch, **how)
             seconds.append(time.perf_counter() - start)

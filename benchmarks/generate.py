@@ -1,10 +1,10 @@
-"""What samples cost: a network in a plain loop, captured as one CUDA graph, and compiled besides.
+"""The cost of sampling: a network in a plain loop, captured as one CUDA graph, and compiled and captured.
 
     python benchmarks/generate.py                                                         # seconds on a CPU, at toy size
     python benchmarks/generate.py --channels 64 --samples 10000 --batch 256 1000 --out generate.json    # on a GPU
 
-DDIM with a U-Net of the proportions of `cifar10-sprint` and fresh weights, in bf16 on a GPU. Every variant first makes one batch, which compiles,
-chooses kernels and captures, and is told apart.
+DDIM with a U-Net of the proportions of `cifar10-sprint` and untrained weights, in bf16 on a GPU. Every variant first makes one batch, which
+compiles, chooses kernels and captures; its time is reported separately.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a sampler costs: time and peak memory of one training step, as a multiple of the same loop with the uniform sampler.
+"""The cost of a sampler: time and peak memory of one training step, as a multiple of the same loop with the uniform sampler.
 
     python benchmarks/overhead.py                                    # a minute on a CPU, at toy size, without the fixed samplers
     python benchmarks/overhead.py --full --out results/overhead.json # on a GPU: T, batch and image size varied one at a time
 
-All samplers train the same model in turn, in rounds. Each block of steps is preceded by one with the uniform sampler and divided by it, and the
-median over rounds is reported, so a machine that slows down does so for both. A round of one sampler is a step with a probe, where it probes, and a
+All samplers train the same model in turn, in rounds. The time of each block of steps is divided by that of a uniform block just before it, and the
+median over rounds is reported, so a machine that slows down does so for both. A round of one sampler is one step with a probe, if it probes, and a
 block of steps without; with a probe every f updates a step costs ((f-1)·plain + probe)/f. The uniform sampler's own row shows the noise.
 
-Noise of a few hundredths hides what the cheap samplers cost. So each clock is also timed by itself, drawing and taking losses without a model; what
-that takes beyond the uniform's, in its steps, is `added`: all of the cost where a step is bound by its launches, and more than the cost elsewhere.
+Noise of a few per cent hides the cost of the cheap samplers. So each clock is also timed alone, drawing and taking losses without a model. `added` is
+that time minus the uniform clock's, in uniform steps: the whole cost if kernel launches limit a step, and an upper bound otherwise.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one sampler cost in one case, in steps of the uniform sampler.
+    """What one sampler cost in one case, in units of a step with the uniform sampler.
 
-    ratio: a step, on average. spread: from the lowest to the highest round. plain: a step without a probe. probe: a step with one. every:
-    updates between probes. memory: peak of the CUDA allocator over the uniform's, of all steps; None elsewhere. added: what the clock takes by
-    itself in a step without a probe, beyond the uniform's clock.
+    ratio: a step, on average. spread: the lowest and the highest round. plain: a step without a probe. probe: a step with one. every: updates
+    between probes. memory: peak of the CUDA allocator over all steps, relative to the uniform's; None on other devices. added: the time of the clock
+    alone in a step without a probe, minus that of the uniform's clock.
     """
 
     ratio: float
@@ -91,12 +91,12 @@ class Cost:
     added: float
 
 
-# What --full measures: one thing at a time around a CIFAR-10 training.
+# What --full measures: a CIFAR-10 training, with one thing varied at a time.
 FULL = [Case(1000, 128, 32), Case(100, 128, 32), Case(4000, 128, 32), Case(1000, 32, 32), Case(1000, 512, 32), Case(1000, 128, 64)]
 
 
 class SmallUNet(nn.Module):
-    """For machines without diffusers: two resolutions, a skip connection and the step as channels."""
+    """For machines without diffusers: two resolutions, a skip connection and the step as one more channel."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Loop:
         self.x0 = torch.randn(case.batch, 3, case.size, case.size, device=self.device)
 
     def step(self, clock: nc.Clock) -> None:
-        """What README's loop does; `updated` by hand, for only one of the clocks may count this update."""
+        """The README's loop; `updated` is called by hand, because only one of the clocks may count this update."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             b = clock.draw(self.x0, predict=self.model)
             loss = clock.loss(b, self.model(b.x_t, b.t)).mean()
@@ -173,7 +173,7 @@ class Loop:
     def timed(self, clock: nc.Clock, steps: int, *, probe: bool) -> tuple[float, int]:
         """Seconds per step, and the peak of allocated memory in bytes."""
         clock._next_probe = clock._updates if probe else clock._updates + steps
-        clock.optimizer = self.optimizer  # whose metric some probes measure in
+        clock.optimizer = self.optimizer  # some probes measure in its metric
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
@@ -203,7 +203,7 @@ def measure(case: Case, names: list[str], args: argparse.Namespace) -> dict[str,
     clocks = {name: nc.Clock(nc.schedule("linear", steps=case.steps), SAMPLERS[name](), seed=args.seed) for name in names}
     reference = nc.Clock(nc.schedule("linear", steps=case.steps), nc.Uniform(), seed=args.seed)
     for clock in (reference, *clocks.values()):
-        # probes that select need three before they do all of their work
+        # a sampler that selects times does its full work only after three probes
         for _ in range(3 if isinstance(clock.sampler, nc.Adaptive) else 0):
             loop.timed(clock, 1, probe=True)
         loop.timed(clock, 2, probe=False)
@@ -245,7 +245,7 @@ def cost(every: int, plain: list[float], probe: list[float], uniform: list[float
 
 
 def table(results: dict[str, dict[str, Cost]]) -> str:
-    """Samplers down, cases across: the ratio, what the clock adds by itself, and behind a slash the ratio of memory, where there is one."""
+    """Samplers down, cases across: the ratio, in brackets what the clock alone adds, and after a slash the ratio of memory, if known."""
 
     def entry(c: Cost | None) -> str:
         if c is None:
@@ -260,7 +260,7 @@ def table(results: dict[str, dict[str, Cost]]) -> str:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; what is not given is toy size, or that of --full."""
+    """The command line; defaults are toy size, or those of --full."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the cases for a GPU, 64 channels")
     parser.add_argument("--steps", type=int, nargs="+", help="T of the schedule, any number of them, as the next two; all combinations are run")
@@ -278,7 +278,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.channels = args.channels or (64 if args.full else 8)
     args.rounds = args.rounds or (5 if args.full else 2)
-    args.block = args.block or 20  # which holds one refresh of the samplers that learn from losses
+    args.block = args.block or 20  # enough for one refresh of the samplers that learn from losses
     if args.full and not (args.steps or args.batch or args.size):
         args.cases = FULL
     else:
@@ -291,7 +291,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure, print one table, write the JSON; the file is written anew after every case, so that a run cut short has not been in vain."""
+    """Measure, print one table, write the JSON; the file is rewritten after every case, so that an interrupted run keeps its results."""
     args = arguments(argv)
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
     setup = {
@@ -306,9 +306,9 @@ def main(argv: list[str] | None = None) -> None:
     results: dict[str, dict[str, Cost]] = {}
     found = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # probes in quick succession make a policy look restless
+        warnings.simplefilter("ignore")  # probes in quick succession may make the policy warn
         for case in args.cases:
-            # a fixed sampler is timed where the others are compared, and not again: its cost knows neither T nor the size of the images
+            # fixed samplers are timed in the first case only: their cost depends neither on T nor on the size of the images
             names = [name for name in args.samplers if case == args.cases[0] or name not in FIXED]
             costs = results[str(case)] = measure(case, names, args)
             print(f"measured {case}", flush=True)

@@ -1,10 +1,10 @@
 """What a training of ImageNet latents takes on 1, 8 and 64 GPUs: memory, time, probes and messages, as arithmetic. Nothing here is timed.
 
-    python benchmarks/scaling.py             prints the tables of docs/scaling.md; a test holds the page to them
+    python benchmarks/scaling.py             prints the tables of docs/scaling.md; a test compares the page with them
 
-Parameters and operations are counted on networks of the real size that have no memory (torch's meta device). What a sample leaves behind for the
-backward pass is counted on the CPU, byte by byte, in networks of the real width and two depths, and continued to the real depth. The rest are the
-assumptions below, which the page repeats.
+Parameters and operations are counted on networks of the real size on torch's meta device, without memory. The activations that a sample keeps for
+the backward pass are counted on the CPU, byte by byte, in networks of the real width and two depths, and extrapolated linearly to the real depth.
+The rest are the assumptions below, which the page repeats.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NODE = 8  # GPUs that are joined by fast links
 
 RATE = 790e12 * 0.4  # FLOP/s in bf16: what docs/performance.md takes for an H200's matrix rate, at an assumed utilisation of 40 %
 INSIDE, BETWEEN = 300e9, 40e9  # bytes/s of a collective operation for each GPU, within a node and across nodes: assumed
-# How much slower a forward in float32 is than one in bf16: VarianceOptimal's measured 1.041, at 64 of 128 samples and every 40 updates, comes to
-# (1.041 - 1)·120 forwards of a batch, where bf16 would need one.
+# How much slower a forward pass in float32 is than one in bf16: VarianceOptimal's measured cost of 1.041, with 64 of 128 samples every 40 updates, is
+# (1.041 - 1)·120 forward passes of a batch; in bf16 it would be one.
 EXACT = 4.9
 
 
 @dataclass(frozen=True)
 class Network:
-    """One network, counted. images: that its paper trains on. per_sample, once: bytes kept for the backward pass; spare: with checkpointing."""
+    """One network, counted. images: how many its paper trains on. per_sample, once: bytes kept for the backward pass; spare: if checkpointed."""
 
     name: str
     images: float
@@ -69,12 +69,12 @@ def counted(name: str, kind: str, size: dict[str, int], images: float) -> Networ
         kept.update({(depth, way, batch): _kept(thin, batch) for batch in (1, 2)})
 
     def at_depth(found: list[float]) -> float:
-        """Of the real depth, from those of the two."""
+        """Linear extrapolation from the two depths to the real one."""
         return found[0] + (found[1] - found[0]) * (size["blocks"] - depths[0]) / (depths[1] - depths[0])
 
     per_sample, spare = (at_depth([kept[depth, way, 2] - kept[depth, way, 1] for depth in depths]) for way in (False, True))
     once = at_depth([2 * kept[depth, False, 1] - kept[depth, False, 2] for depth in depths])
-    # while a block is recomputed, what it keeps is there once more
+    # while one block is recomputed, its activations are in memory too
     spare += (per_sample - spare) / size["blocks"]
     return Network(
         name, images, parameters[0], max(parameters[1:]), float(forward.get_total_flops()), float(backward.get_total_flops()), per_sample, once, spare
@@ -97,10 +97,10 @@ def _kept(net: Any, batch: int) -> int:
         held.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
         return x
 
-    # without a cache, so that nothing is kept but for the backward pass
+    # without autocast's cache, so that memory is kept for the backward pass only
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saved_tensors_hooks(keep, lambda x: x):
         out = net(*_inputs(batch))
-    del out  # and with it the graph, whose memory must not be given to others before all is counted
+    del out  # not earlier: it holds the graph, whose memory must not be reused during the count
     return sum(held.values())
 
 
@@ -108,17 +108,17 @@ def _kept(net: Any, batch: int) -> int:
 
 
 def state(net: Network, gpus: int, way: str) -> float:
-    """Bytes on each GPU that do not depend on the batch. Weights, gradients and averages take 4 a parameter, Adam's moments 8."""
-    if way == "alone":  # and, captured, the cast weights and their gradients
+    """Bytes on each GPU that do not depend on the batch. Weights, gradients and EMA take 4 per parameter each, Adam's moments 8."""
+    if way == "alone":  # plus, in the CUDA graph, the cast weights and their gradients
         return 24 * net.parameters
-    if way == "DDP":  # and the cast weights, and the messages of gradients
+    if way == "DDP":  # plus the cast weights and the buckets of gradients
         return 26 * net.parameters
-    # each a part; the cast weights, which autocast keeps whole until the backward pass; the blocks at work and coming, and one's gradient
+    # a shard; the cast weights, which autocast keeps whole until the backward pass; the current and the next block, and one block's gradient
     return 20 * net.parameters / gpus + 2 * net.parameters + 3 * 4 * net.block
 
 
 def ways(gpus: int) -> tuple[str, ...]:
-    """How that many can train."""
+    """The ways to train on that many."""
     return ("alone",) if gpus == 1 else ("DDP", "FSDP2")
 
 
@@ -137,7 +137,7 @@ def memory(nets: list[Network]) -> Iterator[list[str]]:
 
 
 def traffic(net: Network, gpus: int, way: str) -> float:
-    """Bytes that each GPU sends in one update: gradients around and back, or weights gathered twice and gradients scattered, in float32."""
+    """Bytes that each GPU sends in one update, in float32: gradients all-reduced, or weights gathered twice and gradients reduce-scattered."""
     return {"alone": 0, "DDP": 2, "FSDP2": 3}[way] * 4 * net.parameters * (gpus - 1) / gpus
 
 
@@ -147,7 +147,7 @@ def link(gpus: int) -> float:
 
 
 def seconds(net: Network, gpus: int, batch: int, way: str, checkpointing: bool = False) -> tuple[float, float]:
-    """Of an update: arithmetic, and messages."""
+    """Seconds of an update: arithmetic, and communication."""
     operations = net.forward + net.backward + (net.forward if checkpointing else 0)
     return batch / gpus * operations / RATE, traffic(net, gpus, way) / link(gpus)
 
@@ -170,7 +170,7 @@ def time(nets: list[Network]) -> Iterator[list[str]]:
 
 
 def adaptive(sampler: nc.Adaptive, batch: int, gpus: int) -> float:
-    """Forwards of a rank's batch in one probe, before and after the update: S for every image, and a share of the grid of times, in whole passes."""
+    """Forward passes of a rank's batch in a probe, before and after the update: |S| per image, and its share of the time grid, in whole passes."""
     mine, grid = batch // gpus, len(range(sampler.stride // 2, STEPS, sampler.stride))
     if gpus == 1:  # together, in passes of any size
         return 2 * (sampler.count + grid / mine)
@@ -178,19 +178,19 @@ def adaptive(sampler: nc.Adaptive, batch: int, gpus: int) -> float:
 
 
 def probes(batch: int, gpus: int) -> dict[str, tuple[float, int]]:
-    """What one probe takes, in forwards of a rank's batch in bf16, and the updates between two; a backward pass is two forwards."""
+    """The cost of one probe, in bf16 forward passes of a rank's batch, and the updates between two; a backward pass counts as two."""
     mine, dear, cheap, optimal, ahead = batch // gpus, nc.Adaptive(), nc.Adaptive.cheap(), nc.VarianceOptimal(), nc.Lookahead()
     return {
         "Adaptive": (adaptive(dear, batch, gpus), dear.every),
         "Adaptive.cheap()": (adaptive(cheap, batch, gpus), cheap.every),
         "VarianceOptimal": (2 * min(math.ceil(optimal.samples / gpus), mine) / mine * EXACT, optimal.every),
-        "Lookahead": ((3 + 2) / 2 * EXACT, ahead.every),  # a gradient of one half of the batch, two forwards of the other
+        "Lookahead": ((3 + 2) / 2 * EXACT, ahead.every),  # a gradient on one half of the batch, two forward passes of the other
         "loss-second-moment": (0, nc.LossSecondMoment().refresh),
     }
 
 
 def cost(_: list[Network]) -> Iterator[list[str]]:
-    """One row for each sampler: the same for every network, because forwards are told by forwards."""
+    """One row for each sampler: the same for every network, because costs are in forward passes."""
     places = [(batch, gpus) for batch in BATCHES for gpus in GPUS]
     yield ["sampler", "every", *(f"{batch} on {gpus}" for batch, gpus in places)]
     for name, (_, every) in probes(BATCHES[0], 1).items():
@@ -202,7 +202,7 @@ def cost(_: list[Network]) -> Iterator[list[str]]:
 
 
 def gathers(nets: list[Network]) -> Iterator[list[str]]:
-    """FSDP2 gathers all weights for each pass: a probe's passes, in the time of an update's messages."""
+    """FSDP2 gathers all weights for each pass: a probe's passes, relative to the communication of the updates."""
     yield ["network", "GPUs", "one gathering", "Adaptive, a probe", "share of the messages", "Adaptive, DDP: share of an update"]
     batch = BATCHES[0]
     for net in nets:
@@ -215,7 +215,7 @@ def gathers(nets: list[Network]) -> Iterator[list[str]]:
 
 
 def messages(nets: list[Network]) -> Iterator[list[str]]:
-    """What samplers say to each other, for one probe or refresh, with the images of a rank at batch 256 on 8 GPUs."""
+    """What samplers communicate for one probe or refresh, with the images of a rank at batch 256 on 8 GPUs."""
     yield ["sampler", "every", "bytes for each rank", "of which"]
     sample, mine = math.prod(LATENTS) * 4, BATCHES[0] // NODE
     policy = sum(p.numel() for p in Policy(LATENTS).parameters())

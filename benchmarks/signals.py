@@ -1,23 +1,23 @@
-"""How much each measure of "which times are worth training" says, on one partly trained model.
+"""How informative each measure of "which times are worth training" is, on one partly trained model.
 
     python benchmarks/signals.py --updates 300 --probes 60 --out signals.json                 # digits, minutes on 2 cores
     python benchmarks/signals.py --run runs/cifar10-sprint --device cuda --out signals.json   # a training's averaged weights
 
-Signals for single draws, by ten bins of their time: F and R² of an analysis of variance, and Spearman's rank correlation of the bins' means with
-the truth. The truth is the real decrease of the target, the plain loss over all times on other images, after one step in the optimiser's metric along
-the gradient of a bin alone, so short that a shorter one says the same. It is measured twice, from other samples: no signal can follow it better than
-it follows itself.
+Signals of single draws, in ten bins of time: F and R² of an analysis of variance, and Spearman's rank correlation of the bins' means with the truth.
+The truth is the real decrease of the target (the plain loss over all times, on other images) by one step along the gradient of a single bin, in the
+optimiser's metric and so short that the decrease is linear. It is measured twice, from different samples: no signal can correlate with the truth
+better than these two measurements with each other.
 
-    released      the authors' reward: fall of three losses over a batch's update, with fresh noise after it
-    paper         the same with the same noise on both sides
+    released      the authors' reward: decrease of three losses by a batch's update, with fresh noise after it
+    paper         the same with the same noise before and after
     utility       first-order, on samples that had no part in the target's gradient (nc.Lookahead)
 
-Prices of bins, against E‖g‖² in the optimiser's metric from a backward pass for each sample:
+Prices of bins, compared with E‖g‖² in the optimiser's metric from a backward pass for each sample:
 
     directions    squared derivatives along random directions (nc.VarianceOptimal), and √ of their mean
     losses        √E[loss²], which costs nothing (nc.LossSecondMoment)
 
-(The plural in the file's name: Python would take benchmarks/signal.py for its own module of that name.)
+(The file's name is a plural because benchmarks/signal.py would hide Python's module signal.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BINS = 10
 
 
 class Bench:
-    """A model that was trained a little with Adam, or that of a training's folder, and its data."""
+    """A model trained for a short time with Adam, or loaded from a training's folder, and its data."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
@@ -73,11 +73,11 @@ class Bench:
             self.update(self.images(), None)
 
     def images(self) -> Tensor:
-        """(B, C, H, W) the next ones."""
+        """(B, C, H, W) the next batch."""
         return next(self._images)[0]
 
     def update(self, x0: Tensor, time: Tensor | None) -> None:
-        """One update, at newly drawn or given times."""
+        """One update, at the given times or at times that the clock draws."""
         b = self.clock.draw(x0) if time is None else self.clock.at(x0, time, generator=self.generator)
         squared_error(self.model(b.x_t, b.t), b.target).mean().backward()
         self.optimizer.step()
@@ -89,7 +89,7 @@ class Bench:
         return squared_error(self.model(x_t, self.clock.schedule.condition(time)), target)
 
     def noise(self, x0: Tensor) -> Tensor:
-        """Like x0."""
+        """Standard normal noise in the shape of x0."""
         return torch.randn(x0.shape, generator=self.generator, device=self.device)
 
     def evenly(self, n: int, first: float = 0.0, last: float = 1.0) -> Tensor:
@@ -97,7 +97,7 @@ class Bench:
         return first + (last - first) * (torch.arange(n, dtype=torch.float64, device=self.device) + 0.5) / n
 
     def gradient(self, time: Tensor) -> list[Tensor]:
-        """Of the mean loss of fresh samples at times (n,)."""
+        """The gradient of the mean loss of fresh samples at times (n,)."""
         total = [torch.zeros_like(p) for p in self.model.parameters()]
         for part in time.split(self.batch):
             x0 = self.images()[: len(part)]
@@ -107,15 +107,15 @@ class Bench:
         return total
 
     def probe(self) -> Any:
-        """Of the next images."""
-        self.clock._updates += 1  # by which a probe draws its noise
+        """A probe of the next batch."""
+        self.clock._updates += 1  # a probe's noise depends on it
         self.clock.probe(self.images(), self.model)
         probe, self.clock._probe = self.clock._probe, None
         return probe
 
 
 def bin_of(time: Tensor) -> Any:
-    """0 to BINS-1."""
+    """The bin of each time, 0 to BINS-1."""
     return (time * BINS).long().clamp(max=BINS - 1).cpu().numpy()
 
 
@@ -123,7 +123,7 @@ def bin_of(time: Tensor) -> Any:
 
 
 def rewards(bench: Bench, probes: int) -> dict[str, tuple[Any, Any]]:
-    """Bins (N,) of draws and their rewards (N,), the two ways. The model is put back after each update."""
+    """Bins (N,) of draws and their rewards (N,), by both definitions. The model is restored after each update."""
     bits = nc.VLB()(bench.clock.schedule, times := bench.evenly(3), bench.clock.objective)
     found: dict[str, list[Any]] = {"released": [], "paper": []}
     bins = []
@@ -141,7 +141,7 @@ def rewards(bench: Bench, probes: int) -> dict[str, tuple[Any, Any]]:
             found[name].append(sum(c * (b - a) for c, b, a in zip(bits, before, losses, strict=True)).cpu().numpy())  # type: ignore[union-attr]
         bins.append(bin_of(time))
         bench.model.load_state_dict(state)
-        bench.optimizer.load_state_dict(copy.deepcopy(moments))  # it takes tensors as they are, and would write into them
+        bench.optimizer.load_state_dict(copy.deepcopy(moments))  # a copy, because the optimiser would write into these tensors
     return {name: (np.concatenate(bins), np.concatenate(values)) for name, values in found.items()}
 
 
@@ -153,9 +153,9 @@ def utilities(bench: Bench, probes: int) -> tuple[Any, Any]:
 
 
 def in_the_linear_range(slope: Callable[[float], float]) -> float:
-    """A slope over ever shorter steps, once two agree to 2 %; a thousandth of the weights' length is too far on a model that has been trained."""
+    """The slope for ever shorter steps, until two agree to 2 %; on a trained model, a step of 1/1000 of the weights' norm is too long."""
     length, found = 1e-4, slope(1e-4)
-    while length > 1e-6:  # shorter ones drown in float32
+    while length > 1e-6:  # shorter steps are lost in float32's rounding
         length, before = length / 4, found
         found = slope(length)
         if abs(found - before) <= 0.02 * abs(found):
@@ -163,7 +163,7 @@ def in_the_linear_range(slope: Callable[[float], float]) -> float:
     return found
 
 
-@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # which would round the weights by more than a step moves them
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # TF32 rounds the weights by more than a step
 def truth(bench: Bench, samples: int) -> Any:
     """(BINS,) the decrease of the target by a step along each bin's own gradient, per length of step."""
     parameters = list(bench.model.parameters())
@@ -181,7 +181,7 @@ def truth(bench: Bench, samples: int) -> Any:
     def slope(step: list[Tensor], length: float) -> float:
         eta = length * size / float(nn.utils.get_total_norm(step))
         ends = []
-        for sign in (1, -1):  # central, so that the curvature of the target drops out
+        for sign in (1, -1):  # a central difference, in which the curvature of the target cancels
             with torch.no_grad():
                 for p, k, s in zip(parameters, kept, step, strict=True):
                     p.copy_(k - sign * eta * s)
@@ -199,7 +199,7 @@ def truth(bench: Bench, samples: int) -> Any:
 
 
 def described(bins: Any, values: Any, wanted: Any) -> dict[str, Any]:
-    """F and R² by bin, and how the means of the bins follow the truth."""
+    """F and R² of the bins, and the rank correlation of their means with the truth."""
     groups = [values[bins == b] for b in range(BINS)]
     means = np.array([group.mean() for group in groups])
     between = sum(len(group) * (mean - values.mean()) ** 2 for group, mean in zip(groups, means, strict=True))
@@ -241,7 +241,7 @@ def priced(bench: Bench, probes: int) -> Any:
 
 
 def against(found: Any, wanted: Any) -> dict[str, Any]:
-    """How a price follows the exact one: rank correlation, and the largest error of its shape."""
+    """A price compared with the exact one: rank correlation, and largest relative error after both are normalised."""
     shape, other = found / found.mean(), wanted / wanted.mean()
     return {"rank": float(scipy.stats.spearmanr(found, wanted).statistic), "worst": float(np.abs(shape / other - 1).max()), "means": found.tolist()}
 

@@ -3,8 +3,8 @@
     python benchmarks/solvers.py runs/cifar10/cifar10-sprint-cosine --methods uniform variance-optimal
     python benchmarks/solvers.py results/digits --solvers ddim:5 ddim:20:500
 
-A solver is its name, its steps, and how many pictures unless --samples: fewer for the slow ones, whose FID is to be read against that of others with
-as few. What is measured stands beside each training, in its solvers.jsonl, and is not measured again.
+A solver is given as name:steps or name:steps:pictures, where pictures replaces --samples. Slow solvers make fewer pictures; compare their FID only
+with that of others at the same number. Results are kept in each training's solvers.jsonl, and are not measured again.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ SAMPLES = 10_000
 
 
 def named(text: str, samples: int) -> dict[str, Any]:
-    """A solver as the command line has it."""
+    """A solver, parsed from the command line's text."""
     solver, steps, count = (*text.split(":"), str(samples))[:3]
     return {"solver": solver, "steps": int(steps), "samples": int(count)}
 
 
 def known(folder: Path) -> list[dict[str, Any]]:
-    """What was measured of a training."""
+    """The solvers that were measured on a training, with their results."""
     path = folder / "solvers.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def missing(folder: Path, solvers: Sequence[str] = SOLVERS, samples: int = SAMPLES) -> list[dict[str, Any]]:
-    """What was not."""
+    """The solvers that were not measured on it yet."""
     rows = known(folder)
     return [wanted for wanted in (named(text, samples) for text in solvers) if not any(wanted.items() <= row.items() for row in rows)]
 
 
 def measure(folder: Path, solvers: Sequence[str] = SOLVERS, samples: int = SAMPLES, device: str | torch.device | None = None) -> None:
-    """What the averaged weights of a finished training are worth under each solver that was not tried on them."""
+    """Evaluate the averaged weights of a finished training with each solver that is missing."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for wanted in missing(folder, solvers, samples):
         run = opened(folder, device=device)

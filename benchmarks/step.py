@@ -1,14 +1,14 @@
-"""What an update of the trainer costs: plain, captured as one CUDA graph, and compiled besides; and what samplers add to it.
+"""The cost of an update of the trainer: plain, captured as one CUDA graph, and compiled and captured; and what samplers add to it.
 
     python benchmarks/step.py                                                      # seconds on a CPU, at toy size
     python benchmarks/step.py --channels 128 64 --batch 128 512 --out step.json    # on a GPU
     python benchmarks/step.py --channels 128 --how compiled --samplers uniform speed loss-second-moment adaptive adaptive:every=160,stride=10
 
-Trains `cifar10-sprint` on random images, in rounds: a block of updates of every variant in turn, each with its own network, and the median over
-rounds is told, so a machine that slows down does so for all. A block is as long as a sampler's time between probes, so that it has its share of
-them, and begins half-way between two: the device is waited for at its ends, which in a training happens where something is logged. "First" is the
-time of the first four updates: compiling, choosing kernels, capturing. With --kernels, the JSON also says which kernels the time of an update
-goes to.
+Trains `cifar10-sprint` on random images, in rounds: a block of updates of every variant in turn, each with its own network. The median over rounds
+is reported, so a machine that slows down does so for all. A block is at least as long as a sampler's interval between probes, so that it has its
+share of probes, and begins half-way between two of them: at the ends of a block the script waits for the device, which a training does only where
+it logs. "First" is the time of the first four updates: compiling, choosing kernels, capturing. With --kernels, the JSON also lists the kernels of an
+update with their times.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Variant:
         reason = {"return_value": "it is measured without"} if how == "plain" else {"side_effect": why_not_captured}
         with patch.object(trainer, "why_not_captured", **reason):
             run = Run(self.settings, folder, joined(folder, device, ()), shard=False)
-        run.save = lambda log: None  # type: ignore[method-assign]  # a gigabyte that nobody wants
+        run.save = lambda log: None  # type: ignore[method-assign]  # no checkpoint, which is a gigabyte
         self._cuda = run.device.type == "cuda"
         self._updates: Iterator[Record] = run.updates(Wish())
         self.block = max(block, run.clock.sampler.every)
@@ -98,7 +98,7 @@ class Variant:
         self.kernels = sorted(found, reverse=True)
 
     def cost(self) -> Cost:
-        """What was found."""
+        """What was measured."""
         middle, settings = statistics.median(self.rounds), self.settings
         return Cost(
             settings.channels, settings.batch, self.how, settings.sampler, middle, (min(self.rounds), max(self.rounds)),
@@ -107,9 +107,9 @@ class Variant:
 
 
 def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str, *, block: int, kernels: bool) -> Iterator[list[Cost]]:
-    """What is known of every variant after each round."""
+    """The costs of all variants, after each round."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # random images teach a policy nothing
+        warnings.simplefilter("ignore")  # on random images a policy learns nothing, and may warn
         variants = []
         for i, (one, how) in enumerate(settings):
             (Path(folder) / str(i)).mkdir()
@@ -126,7 +126,7 @@ def measure(settings: list[tuple[Recipe, str]], rounds: int, device: str, *, blo
 
 
 def table(costs: list[Cost]) -> str:
-    """One line a variant, with its ratio to the plain one of its size and to the uniform sampler."""
+    """One line per variant, with its ratio to the plain variant of its size and to the uniform sampler."""
     lines = ["channels  batch  how       sampler                             ms  images/s  plain/this  this/uniform  first s  GiB"]
     for c in costs:
         same = [other for other in costs if (other.channels, other.batch) == (c.channels, c.batch)]
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     costs: list[Cost] = []
     with patch.object(trainer, "loaded", return_value=[images, images]):
         for costs in measure(variants, args.rounds, args.device, block=args.block, kernels=args.kernels):
-            if args.out:  # after every round, so that a run cut short has not been in vain
+            if args.out:  # after every round, so that an interrupted run keeps its results
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps({"setup": setup, "costs": [asdict(cost) for cost in costs]}, indent=1) + "\n")
     print(f"\nAn update on {device}, torch {torch.__version__}, {args.size}x{args.size} images; medians of {args.rounds} rounds")

@@ -1,10 +1,10 @@
-"""A plain loop in several processes: accelerate splits the data, the clock splits the times, and what its sampler learns is the same everywhere.
+"""A plain loop in several processes: accelerate splits the data, the clock splits the times, and its sampler learns the same in every process.
 
-    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py     # again with more --updates goes on
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py     # run again with more --updates to continue
 
-That is also how to start it on CPUs, where accelerate starts one process unless it is told of several GPUs.
+On CPUs use the same command: without --multi_gpu accelerate starts a single process.
 
-Of every update's times each process draws its own, one from each of as many equal parts of [0, 1] as there are samples on all of them.
+Times are stratified over all processes: [0, 1] has as many equal parts as an update has samples, and each process draws from its own parts.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import noiseclock as nc
 
 
 class Net(nn.Module):
-    """A network of digits (B, 64) that is told the time."""
+    """A network for digits (B, 64), conditioned on the time."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ if args.checkpoint.exists():
     accelerator.load_state(str(args.checkpoint))
 for _ in range(clock.updates, args.updates):
     x0 = images[torch.randint(len(images), (32,), device=images.device)]
-    # noise of torch's own stream: accelerate saves that of every process, and of the clock only the first one's
+    # noise from torch's generator: accelerate saves its state for every process, but the clock's state for the first one only
     b = clock.draw(x0, predict=net, noise=torch.randn_like(x0))
     accelerator.backward(clock.loss(b, net(b.x_t, b.t)).mean())
     optimizer.step()

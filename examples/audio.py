@@ -2,7 +2,7 @@
 
     python examples/audio.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
 
-Every sampler trains the same network from the same weights on the same sounds. Told is the held-out loss of the plain objective, uniform in time.
+All samplers train from the same weights on the same sounds. The script prints the held-out loss of the plain objective, uniform in time.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def strings(n: int, generator: torch.Generator) -> Tensor:
 
 
 class Net(nn.Module):
-    """Dilated convolutions, told the time at every layer."""
+    """Dilated convolutions, conditioned on the time at every layer."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

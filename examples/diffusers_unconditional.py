@@ -1,9 +1,9 @@
 """A model of digits, trained as diffusers' own unconditional script does it: UNet2DModel, DDPMScheduler, accelerate, EMA, a pipeline at the end.
 
-    python examples/diffusers_unconditional.py                 # some minutes on one core; with more --num_epochs the same command goes on
+    python examples/diffusers_unconditional.py                 # some minutes on one core; run again with more --num_epochs to continue
     accelerate launch examples/diffusers_unconditional.py      # on all your GPUs
 
-Lines that end in `# noiseclock` are all that is not the usual script.
+Only the lines that end in `# noiseclock` differ from the usual script.
 """
 
 import argparse

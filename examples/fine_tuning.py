@@ -2,7 +2,7 @@
 
     python examples/fine_tuning.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
 
-Told is the held-out loss of the plain objective, uniform in time, on new and old digits, before and after.
+The script prints the held-out loss of the plain objective, uniform in time, on new and old digits, before and after.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def train(net: torch.nn.Module, sampler: nc.Sampler, of: torch.Tensor, updates: 
 
 
 def losses(net: torch.nn.Module) -> torch.Tensor:
-    """(2,) on new digits and on old ones."""
+    """(2,) the held-out loss on new digits and on old ones."""
     clock = nc.Clock("linear", "uniform")
     return torch.tensor([nc.measure.loss_over_time(clock, net, images[held_out & which]).loss.mean() for which in (~old, old)])
 

@@ -2,7 +2,7 @@
 
     python examples/flow_matching_style.py                 # ten seconds on one core
 
-There x_0 is noise, x_1 is data and t runs from noise to data; a clock's time runs from data to noise, and its velocity is noise - data. So
+In that package x_0 is noise, x_1 is data and t runs from noise to data; a clock's time runs from data to noise, and its velocity is noise - data. So
 
     theirs                                                  here
     t = torch.rand(len(x_1))                                b = clock.draw(x_1), t = 1 - b.t

@@ -1,4 +1,4 @@
-"""A loop as k-diffusion's train.py writes it: a density of σ, Karras preconditioning around an inner model that is told σ, an averaged copy.
+"""A loop as k-diffusion's train.py writes it: a density of σ, Karras preconditioning around an inner model that takes σ, an EMA copy.
 
     python examples/k_diffusion_style.py                 # ten seconds on one core
 
@@ -20,7 +20,7 @@ import noiseclock as nc
 
 
 class Inner(nn.Module):
-    """F of Karras et al.: sees c_in·x, is told σ, and makes ln σ/4 of it."""
+    """F of Karras et al.: takes c_in·x and σ, and embeds ln σ/4."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()

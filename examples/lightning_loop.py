@@ -1,6 +1,6 @@
-"""Lightning: a module that says what it predicts, and a callback that sees to the clock.
+"""Lightning: a module that defines the prediction, and a callback that takes care of the clock.
 
-    python examples/lightning_loop.py                 # ten seconds on one core; again with --epochs 20 goes on from the last checkpoint
+    python examples/lightning_loop.py                 # ten seconds on one core; run again with --epochs 20 to continue from the last checkpoint
 
 The callback counts the optimiser's updates, keeps the clock in Lightning's checkpoints and logs what the sampler learns; times are stratified over
 the micro-batches of an update.

@@ -1,8 +1,8 @@
-"""LoRA: a model of the digits 0 to 4 learns 5 to 9 through adapters alone (peft). Samplers that probe the model price the adapters, and nothing else.
+"""LoRA: a model of the digits 0 to 4 learns 5 to 9 through adapters alone (peft). Samplers that probe the model measure the adapters only.
 
     python examples/lora.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
 
-Told is the held-out loss of the plain objective, uniform in time, on the new digits: before, and after tuning with each sampler.
+The script prints the held-out loss of the plain objective, uniform in time, on the new digits: before, and after tuning with each sampler.
 """
 
 import argparse
@@ -30,7 +30,7 @@ adapters = LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v",
 
 
 def train(unet: UNet2DConditionModel, sampler: nc.Sampler, which: torch.Tensor, updates: int, lr: float, seed: int) -> float:
-    """Any loop with a clock in it; gives the held-out loss on new digits."""
+    """Any loop with a clock in it; returns the held-out loss on new digits."""
     optimizer = torch.optim.AdamW([p for p in unet.parameters() if p.requires_grad], lr)
     clock = clock_from(DDPMScheduler(), sampler, seed=seed).attach(optimizer)
     order, new = torch.Generator().manual_seed(seed), held_out & ~old

@@ -1,8 +1,8 @@
-"""Plain PyTorch: a loop with a clock in it that can be stopped and goes on where it was, bit for bit.
+"""Plain PyTorch: a loop with a clock in it that can be stopped and resumed, bit for bit.
 
-    python examples/plain.py                 # ten seconds on one core; again with --updates 4000 goes on from the checkpoint
+    python examples/plain.py                 # ten seconds on one core; run again with --updates 4000 to continue from the checkpoint
 
-Told is the loss by noise level: of the last batches at each quarter of time, and of held-out digits.
+The script prints the loss by noise level, for each quarter of time: in the last batches, and on held-out digits.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import noiseclock as nc
 
 
 class Net(nn.Module):
-    """Digits as 64 numbers, beside the time as waves."""
+    """Takes digits as 64 numbers, and a sinusoidal embedding of the time."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Point clouds, like small molecules: 12 atoms in space on a ring with a tail, (B, 12, 3), and a network that does not care for their order.
+"""Point clouds, like small molecules: 12 atoms in space on a ring with a tail, (B, 12, 3), and a permutation-equivariant network.
 
     python examples/points.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
 
-Told is the held-out loss of the plain objective, uniform in time, after training with each sampler from the same weights on the same clouds.
+All samplers train from the same weights on the same clouds. The script prints the held-out loss of the plain objective, uniform in time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def molecules(n: int, generator: torch.Generator) -> Tensor:
 
 
 class Net(nn.Module):
-    """A transformer over atoms without places, with the time as one more token."""
+    """A transformer over atoms without positional encoding, with the time as one more token."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -4,14 +4,13 @@
     interdependence  how the loss changes everywhere when only the low times are trained                   Fig. 4
     utility          which times help an objective and which hurt it, to first order                       ours
     densities        what each method samples or weights, as densities, through training                   Fig. 5
-    vlb              as gradients, but trained with the VLB's weight, beside the density that is learned   Fig. 6
+    vlb              as gradients, but trained with the VLB's weight; and the density that Adaptive learns Fig. 6
     areas            acceleration, deceleration and convergence of the process                             SpeeD, Fig. 1
 
-`run` makes all of them for a recipe, by short trainings in FOLDER/trainings, or all but vlb for a training that there is. Each becomes
-FOLDER/NAME.json and FOLDER/NAME.png. Run it again and it goes on where it was: what has been measured is not measured again.
+For a recipe, `run` makes all of them from short trainings in FOLDER/trainings; for an existing training it makes all but vlb. Each is written to
+FOLDER/NAME.json and FOLDER/NAME.png. An interrupted `run` can be called again: finished measurements are not repeated.
 
-The trainings made here keep no averages: what is measured are the weights that are trained. An opened checkpoint is measured by its averages, the
-model that is used.
+The short trainings keep no EMA, so their raw weights are measured. An opened checkpoint is measured with its EMA weights, the model that people use.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ INTERVAL = (0.0, 0.2)  # the adaptive paper's t in [0, 200] of 1000
 SCHEDULES = ("linear", "cosine", "quadratic")
 METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed+change-aware", "adaptive", "lsm", "variance-optimal")
 Found = TypeVar("Found")
-Data = dict[str, dict[str, list[Any]]]  # by the name of the figure and what its function is given
+Data = dict[str, dict[str, list[Any]]]  # name of the figure -> arguments of the function that draws it
 
 
 # --- what is found ------------------------------------------------------------------------------------------------------------------------
@@ -75,9 +74,9 @@ class Profile:
 
 @dataclass(frozen=True)
 class Coupling:
-    """Losses at times (n,): `before`; `inside`, after updates at times in `interval` alone; `everywhere`, after as many at all times.
+    """Losses at times (n,): `before`; `inside`, after updates at times in `interval` alone; `everywhere`, after as many updates at all times.
 
-    Both by a new optimiser, so `everywhere` shows how much of a change is its start.
+    Both start with a new optimiser, so `everywhere` is a control: it shows how much of a change comes from the optimiser's start.
     """
 
     schedule: str
@@ -92,7 +91,7 @@ class Coupling:
 
 @dataclass(frozen=True)
 class Utility:
-    """By how much an update at one time alone lowers each of `targets`, as a share, over times (bins,): (targets, bins), with standard errors."""
+    """The relative decrease of each target by an update at one time alone, and its standard error: (targets, bins), over times (bins,)."""
 
     schedule: str
     weighting: str
@@ -105,10 +104,10 @@ class Utility:
 
 @dataclass(frozen=True)
 class Density:
-    """What a method trains how much at an update, over times (n,) that cover [0, 1] evenly.
+    """How much a method trains each time at a given update, over times (n,) that cover [0, 1] evenly.
 
-    p: the density that is sampled. w: the weight of the loss, without importance correction. density: their product as a density; a weight of 2
-    counts like sampling twice as often. corrected: the loss carries base/p besides, and the objective is base·w whatever p is.
+    p: the sampler's density. w: the weight of the loss, without importance correction. density: p·w, normalised; a weight of 2 counts like
+    sampling twice as often. corrected: the loss also carries base/p, so the objective is base·w for every p.
     """
 
     method: str
@@ -144,9 +143,9 @@ class Process:
 class Plan:
     """How much is measured.
 
-    stages: updates after which a model is looked at; the last is the length of each training. batch: images of an update, at most. images: that
-    are measured on. times: at which the loss is taken. bins, samples, pairs: of `gradient_variance`. probes: of `utility_over_time`. updates: that
-    see INTERVAL alone. methods: whose densities are shown. probing: how those of them that probe are set for trainings so short.
+    stages: the updates after which a model is measured; the last is the length of each training. batch: images per update, at most. images: how
+    many to measure on. times: at how many the loss is measured. bins, samples, pairs: see `gradient_variance`. probes: see `utility_over_time`.
+    updates: how many train INTERVAL alone. methods: whose densities are shown. probing: settings of probing methods for such short trainings.
     """
 
     stages: tuple[int, ...]
@@ -167,19 +166,19 @@ class Plan:
 
 
 def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:
-    """For a data set of so many images: 20 epochs, as in the adaptive paper's Fig. 2, or as many as the recipe has; quick: a first look."""
+    """The plan for a data set of `images` images: 20 epochs, as in the adaptive paper's Fig. 2, or the recipe's if fewer; quick: a first look."""
     if quick:
         often = ("adaptive:every=4,stride=50,queue=5", "variance-optimal:every=2,warmup=2")
         return Plan((8, 24), min(recipe.batch, 16), images=32, times=12, bins=6, samples=16, pairs=1, probes=4, updates=6, probing=often)
     last = min(recipe.updates, max(20, round(20 * images / recipe.batch)))
     stages = sorted({max(1, round(last * share)) for share in (0.05, 0.1, 0.25, 0.5, 1)})
-    # a hundred probes at least, with a coarser grid where the paper's settings would give fewer
+    # at least 100 probes: where the paper's settings would give fewer, probe more often and on a coarser grid
     every = max(1, last // 100)
     return Plan(tuple(stages), recipe.batch, probing=() if last >= 4000 else (f"adaptive:every={every},stride=10", f"variance-optimal:every={every}"))
 
 
 def profile(run: Trained, plan: Plan, *, weighted: bool = False, device: str = "cpu") -> Profile:
-    """The gradient and the loss over time; weighted: by the weighting of the run, else plain."""
+    """The variance of the gradient and the loss over time; weighted: by the run's weighting, else unweighted."""
     x0, cond = some(run, plan.images, device)
     with _autocast(run, device):
         slope = gradient_variance(
@@ -192,7 +191,7 @@ def profile(run: Trained, plan: Plan, *, weighted: bool = False, device: str = "
 
 
 def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
-    """What training INTERVAL alone does to the loss everywhere; the model stays as it is."""
+    """How training on INTERVAL alone changes the loss at all times; the model itself is left unchanged."""
     x0, cond = some(run, plan.images, device)
     found = []
     for interval in (INTERVAL, (0.0, 1.0)):
@@ -209,7 +208,7 @@ def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
 
 
 def usefulness(run: Trained, plan: Plan, *, device: str = "cpu") -> Utility:
-    """Which times help which objective, in the metric of the optimiser as it was."""
+    """Which times help which objective, in the metric of the optimiser's state in the checkpoint."""
     x0, cond = some(run, plan.images, device)
     optimizer, targets = run.optimizer(), tuple(TARGETS) if run.recipe.steps else ("simple", "min-snr")
     found = [utility_over_time(run.clock, run.net, optimizer, x0, cond=cond, target=target, bins=plan.bins, probes=plan.probes) for target in targets]
@@ -222,13 +221,13 @@ def usefulness(run: Trained, plan: Plan, *, device: str = "cpu") -> Utility:
 
 
 def density(clock: Clock, method: str, schedule: str, step: int = 0) -> Density:
-    """What a clock samples and weights as it stands, on the steps of its schedule or on 1000 times."""
+    """What a clock samples and weights now, at the steps of its schedule or at 1000 times."""
     curves = clock.plot_data()
     return _density(clock, method, schedule, step, curves.time, curves.p, curves.w)
 
 
 def logged(run: Trained, method: str) -> list[Density]:
-    """What a training has sampled through time, from the validations in its log, and what it samples now."""
+    """The densities of a training so far, from the validation records in its log, and its present density."""
     found, clock = [], run.clock
     for record in records(run.folder / "log.jsonl"):
         if record.get("kind") == "validation" and "density" in record and record["step"] < run.step:
@@ -245,13 +244,13 @@ def _density(clock: Clock, method: str, schedule: str, step: int, time: Array, p
 
 
 def process(schedule: str, steps: int | None) -> Process:
-    """The areas of a schedule, given by its words and its number of steps."""
+    """The areas of a schedule, which is given as text (`lab/wording.py`) and number of steps."""
     made = wording.schedule(schedule, steps)
     return Process(schedule, *made.areas(), *made.increments())
 
 
 def some(run: Trained, n: int, device: str) -> tuple[Tensor, Tensor | None]:
-    """n images of the training data (n, C, H, W), all if there are fewer, and their labels (n,) for a model that is told them."""
+    """n training images (n, C, H, W), or all if there are fewer, and their labels (n,) if the model is conditional."""
     stream: Any = batches(run.data, min(n, len(run.data)), seed=run.recipe.seed, device=device)
     x0, labels = next(stream)
     stream.close()
@@ -271,8 +270,8 @@ def run(
 ) -> list[Path]:  # fmt: skip
     """Measure, write and draw everything into `folder`; returns the figures.
 
-    checkpoint: the folder of a training, which is then measured in place of new ones, and whose recipe counts. quick: about a minute for digits.
-    say: is told what is being done.
+    checkpoint: the folder of a training, which is then measured instead of new trainings, with its own recipe. quick: about a minute for digits.
+    say: called with a line on what is being done.
     """
     folder, device = Path(folder), device or ("cuda" if torch.cuda.is_available() else "cpu")
     trained = None if checkpoint is None else opened(checkpoint, device=device)
@@ -288,7 +287,7 @@ def run(
 
 
 def from_recipe(recipe: Recipe, folder: Path, plan: Plan, device: str, say: Callable[[str], None]) -> Data:
-    """The data of every figure, by trainings in FOLDER/trainings."""
+    """The data of every figure, from trainings in FOLDER/trainings."""
     short = shortened(recipe, plan)
     schedules = tuple(dict.fromkeys((recipe.schedule, *SCHEDULES))) if recipe.steps else (recipe.schedule,)
 
@@ -343,7 +342,7 @@ def from_checkpoint(run: Trained, plan: Plan, device: str, say: Callable[[str], 
 
 
 def shortened(recipe: Recipe, plan: Plan) -> Recipe:
-    """The recipe as it is trained here: no averages, warm after a quarter at the latest, and nothing to be seen on the way."""
+    """The recipe for the short trainings: no EMA, warmup of at most a quarter of the updates, no logs, validations or samples."""
     quiet: dict[str, Any] = {"log_every": 0, "validate_every": 0, "sample_every": 0, "track": ()}
     accumulate = recipe.accumulate if plan.batch % recipe.accumulate == 0 else 1
     warmup = min(recipe.warmup, plan.stages[-1] // 4)
@@ -354,9 +353,9 @@ def through(
     recipe: Recipe, folder: Path, stages: Sequence[int], kind: type[Found], measure: Callable[[Trained], Found], *, device: str = "cpu",
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Found]:  # fmt: skip
-    """Train to each stage and measure there. What was measured before is read from the training's folder.
+    """Train to each stage and measure there. Earlier measurements are read from the training's folder.
 
-    A stage is measured before the training goes on, so what is missing can still be measured.
+    Training never continues past a stage that is not measured, so after an interruption the missing measurement can still be made.
     """
     found = []
     for stage in stages:
@@ -381,14 +380,14 @@ def as_json(found: Any) -> dict[str, Any]:
 
 
 def from_json(kind: type[Found], data: Mapping[str, Any]) -> Found:
-    """The dataclass of such values."""
+    """The inverse of `as_json`."""
     kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
     values = {name: np.array(value, dtype=np.float64) if kinds[name] == "Array" else value for name, value in data.items()}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _claim(folder: Path, name: str, recipe: Recipe, plan: Plan, step: int | None, device: str) -> None:
-    """Write what is analysed to FOLDER/analysis.json; a Mistake if another analysis is there."""
+    """Write the settings to FOLDER/analysis.json; a Mistake if the folder holds another analysis."""
     config: dict[str, Any] = {"version": VERSION, "recipe": name, "checkpoint": step, "settings": recipe.settings(), "plan": asdict(plan)}
     file = folder / "analysis.json"
     if file.exists():

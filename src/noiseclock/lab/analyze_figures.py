@@ -48,7 +48,7 @@ def gradients(profiles: Sequence[Profile]) -> Figure:
 
 
 def vlb(profiles: Sequence[Profile], densities: Sequence[Density]) -> Figure:
-    """Variance and loss as the VLB weights them, of models trained with it; beside them the density that the adaptive sampler learned."""
+    """Variance and loss with the VLB's weight, of models trained with it; beside them the density that the adaptive sampler learned."""
     rows = _by(profiles, "schedule")
     figure, axes = _panels(len(rows), 3)
     for row, (schedule, of_schedule) in enumerate(rows):
@@ -66,7 +66,7 @@ def vlb(profiles: Sequence[Profile], densities: Sequence[Density]) -> Figure:
 
 
 def interdependence(couplings: Sequence[Coupling]) -> Figure:
-    """The change of the loss, and its share of the loss before, after updates in one interval of time and, as a control, after as many everywhere."""
+    """The absolute and relative change of the loss after updates in one interval of time and, as a control, after as many at all times."""
     figure, axes = _panels(len(couplings), 2, width=4.6, height=3.0)
     for (left, right), found in zip(axes, couplings, strict=True):
         lo, hi = found.interval
@@ -79,7 +79,7 @@ def interdependence(couplings: Sequence[Coupling]) -> Figure:
             )
             place.set_xlabel(TIME)
             _time(place)
-        # in per cent changes may span decades, of both signs
+        # relative changes may span decades and have both signs
         right.set_yscale("symlog", linthresh=10)
         right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+,.0f}" if value else "0"))
         left.set_ylabel("change of the loss")
@@ -91,7 +91,7 @@ def interdependence(couplings: Sequence[Coupling]) -> Figure:
 
 
 def utility(utilities: Sequence[Utility]) -> Figure:
-    """What an update at one time alone does for each target, in per cent of it, a panel for each, a line for each update."""
+    """By how many per cent an update at one time alone lowers each target: a panel for each target, a line for each stage of training."""
     targets = utilities[0].targets
     figure, axes = _panels(1, len(targets), width=3.8, height=3.0)
     for place, target in zip(axes[0], targets, strict=True):
@@ -110,7 +110,7 @@ def utility(utilities: Sequence[Utility]) -> Figure:
 
 
 def densities(densities: Sequence[Density]) -> Figure:
-    """A panel for each method: what it samples, with weights counted like samples; a line for each update where it learns."""
+    """A panel for each method: its density p·w; a line for each stage of training if the sampler learns."""
     methods = _by(densities, "method")
     columns = min(4, len(methods))
     figure, axes = _panels(-(-len(methods) // columns), columns, width=3.0, height=2.3)
@@ -130,7 +130,7 @@ def densities(densities: Sequence[Density]) -> Figure:
 
 
 def areas(processes: Sequence[Process]) -> Figure:
-    """The variance of an increment above and its slope below, on SpeeD's three areas, a column for each schedule."""
+    """The variance of an increment above and the slope of 1 - ᾱ below, on SpeeD's three areas, a column for each schedule."""
     figure, axes = _panels(2, len(processes), sharey="row")
     for column, found in enumerate(processes):
         step = np.arange(len(found.variance))
@@ -169,7 +169,7 @@ def _profiles(places: Sequence[Axes], profiles: Sequence[Profile]) -> None:
     """Variance and loss, each on axes of its own, later updates darker."""
     for found, colour in zip(profiles, _colours(len(profiles)), strict=True):
         places[0].plot(found.time, found.variance, color=colour, label=f"{found.step:,}")
-        low = np.maximum(found.variance - found.error, found.variance / 10)  # a band to zero has no place on a logarithmic axis
+        low = np.maximum(found.variance - found.error, found.variance / 10)  # a logarithmic axis cannot show a band down to zero
         places[0].fill_between(found.time, low, found.variance + found.error, color=colour, alpha=0.15, linewidth=0)
         places[1].plot(found.loss_time, found.loss, color=colour)
     for place in places:
@@ -201,7 +201,7 @@ def _densities(place: Axes, rows: Sequence[Density]) -> None:
         place.fill_between(rows[0].time, rows[0].density, color=colours[0], alpha=0.12, linewidth=0)
     top = max(float(found.density.max()) for found in rows)
     _time(place)
-    place.set_ylim(0, max(2.0, 1.08 * min(top, 8)))  # a spike at one end must not press the rest to the floor
+    place.set_ylim(0, max(2.0, 1.08 * min(top, 8)))  # a spike at one end must not flatten the rest
     told = [f"up to {top:.3g}"] * (top > 8) + ["importance-corrected"] * rows[0].corrected
     place.annotate("\n".join(told), (0.97, 0.93), xycoords="axes fraction", ha="right", va="top", fontsize=8, color="#555555")
 
@@ -212,12 +212,12 @@ def _colours(n: int) -> list[Any]:
 
 
 def _by(items: Iterable[Any], name: str) -> list[tuple[str, list[Any]]]:
-    """Items that stand together and are alike in an attribute."""
+    """Neighbouring items grouped by an attribute."""
     return [(key, list(group)) for key, group in groupby(items, key=lambda item: getattr(item, name))]
 
 
 def _panels(rows: int, columns: int, *, width: float = WIDTH, height: float = HEIGHT, **share: Any) -> tuple[Figure, Any]:
-    apart = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06)  # inches, so that numbers at the ends of two axes do not touch
+    apart = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06)  # inches, so that tick labels of neighbouring axes do not touch
     figure = Figure(figsize=(width * columns, height * rows), layout=apart)
     return figure, figure.subplots(rows, columns, squeeze=False, **share)
 

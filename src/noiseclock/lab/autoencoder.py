@@ -4,8 +4,8 @@
     latents = coder.encode(pictures)              # uint8 (N, C, H, W) -> mean and std (N, c, h, w)
     pictures = coder.decode(latents.mean)         # -> uint8 (N, C, H, W)
 
-Of three classes: AutoencoderKL, whose latents are a normal distribution for each picture; VQModel, whose latents are taken before they are
-quantised, as decoding quantises them; and AutoencoderTiny. What the network computes is diffusers' own, in float32; nothing is scaled here.
+Three classes are supported: AutoencoderKL, whose latents are a normal distribution for each picture; VQModel, whose latents are taken before
+quantisation, because its decoder quantises them; and AutoencoderTiny. diffusers computes everything, in float32; latents are not scaled here.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from noiseclock.lab.cache import digest
 from noiseclock.lab.errors import Mistake, choose
 
 CLASSES = ("AutoencoderKL", "VQModel", "AutoencoderTiny")
-AT_A_TIME = 2**20  # pixels that are encoded or decoded together: 16 pictures of 256x256, 64 of 128x128
+AT_A_TIME = 2**20  # pixels in one pass of the network: 16 pictures of 256x256, 64 of 128x128
 
 
 class Encoded(NamedTuple):
-    """Latents (N, c, h, w), float32 on the CPU. std: of the posterior around `mean`, None where the autoencoder has no such thing."""
+    """Latents (N, c, h, w), float32 on the CPU. std: the posterior's standard deviation, None for an autoencoder without a posterior."""
 
     mean: Tensor
     std: Tensor | None
 
 
 class Autoencoder:
-    """Pictures to latents and back. net: diffusers' module. name: of its class."""
+    """Pictures to latents and back. net: diffusers' module. name: its class."""
 
     def __init__(self, net: Any) -> None:
         self.net, self.name = net, type(net).__name__
@@ -49,11 +49,11 @@ class Autoencoder:
 
     @property
     def digest(self) -> str:
-        """Sixteen letters that stand for its weights."""
+        """A hash of its weights, 16 hexadecimal digits."""
         return digest(self.net.state_dict().values())
 
     def latent_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(c, h, w) of the latents of pictures (C, H, W); a Mistake where these do not come back in their own size."""
+        """(c, h, w) of the latents of pictures (C, H, W); a Mistake if decoding does not restore the pictures' size."""
         if shape[0] != self.channels:
             raise Mistake(f"the pictures have {shape[0]} channels and the {self.name} sees {self.channels}; train one for them")
         mean, _ = self.encode(torch.zeros((1, *shape), dtype=torch.uint8))
@@ -66,7 +66,7 @@ class Autoencoder:
 
     @torch.no_grad()
     def encode(self, pictures: Tensor, *, batch: int | None = None) -> Encoded:
-        """The latents of pictures, uint8 (N, C, H, W). batch: pictures at a time, as many as `AT_A_TIME` allows unless given."""
+        """The latents of pictures, uint8 (N, C, H, W). batch: pictures per pass, by default as many as `AT_A_TIME` allows."""
         means, stds = [], []
         for some in torch.split(pictures, batch or _at_a_time(pictures.shape)):
             with torch.autocast(self.device.type, enabled=False):
@@ -81,7 +81,7 @@ class Autoencoder:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """The pictures of latents (N, c, h, w), uint8 (N, C, H, W) on the CPU."""
-        batch, pictures = _at_a_time((*latents.shape[:2], *(8 * side for side in latents.shape[2:]))), []  # a factor above 8 is rare
+        batch, pictures = _at_a_time((*latents.shape[:2], *(8 * side for side in latents.shape[2:]))), []  # upsampling by more than 8 is rare
         for some in torch.split(latents, batch):
             with torch.autocast(self.device.type, enabled=False):
                 x = self.net.decode(some.to(self.device).float()).sample
@@ -90,7 +90,7 @@ class Autoencoder:
 
 
 def psnr(coder: Autoencoder, pictures: Tensor) -> float:
-    """How near pictures, uint8 (N, C, H, W), come back by the means of their latents: 10·log10(255²/mean squared error), in decibels."""
+    """The PSNR of pictures, uint8 (N, C, H, W), decoded from the means of their latents: 10·log10(255²/mean squared error), in decibels."""
     back = coder.decode(coder.encode(pictures).mean)
     error = float((back.double() - pictures.cpu().double()).square().mean())
     return 10 * math.log10(255**2 / error) if error else math.inf
@@ -116,12 +116,12 @@ def load(folder: str | os.PathLike[str], *, device: str | torch.device = "cpu") 
     import diffusers
 
     try:
-        with torch.random.fork_rng(devices=[]):  # weights are made before they are read; a training that goes on must not notice
+        with torch.random.fork_rng(devices=[]):  # a running training must not notice that weights are initialised before loading
             make = getattr(diffusers, name).from_pretrained
             net, info = make(str(folder), local_files_only=True, low_cpu_mem_usage=False, output_loading_info=True)
-    except Exception as error:  # of the file system, safetensors, torch: whatever is wrong with the files
+    except Exception as error:  # from the file system, safetensors or torch: anything may be wrong with the files
         raise Mistake(f"cannot load the {name} in {folder} ({str(error).strip().partition(chr(10))[0]}); save it again") from error
-    if absent := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):  # which diffusers starts at random
+    if absent := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):  # diffusers initialises these at random
         raise Mistake(f"the {name} in {folder} lacks {len(absent)} of its weights, the first is {absent[0]}; save it again")
-    net = deepcopy(net).float().to(device)  # a copy, because the weights are windows on a file that may be replaced
+    net = deepcopy(net).float().to(device)  # a copy, because the weights are mapped from a file that may be replaced
     return Autoencoder(net.eval().requires_grad_(False))

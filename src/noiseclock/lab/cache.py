@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 def remembered(path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors in the file `path`; where there is none that can be read, those that `make` makes, written there."""
+    """The tensors in the file `path`; if it is missing or unreadable, the result of `make`, which is then written to it."""
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError):
         tensors = make()
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # a name of its own: two runs may be making the same
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # a name of its own: two runs may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished)
@@ -34,7 +34,7 @@ def remembered(path: Path, make: Callable[[], dict[str, Tensor]]) -> dict[str, T
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Sixteen letters that stand for what the tensors hold."""
+    """A hash of dtypes, shapes and values, 16 hexadecimal digits."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

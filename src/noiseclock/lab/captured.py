@@ -1,10 +1,10 @@
-"""A whole update as one CUDA graph, and a network as one: nothing waits for Python, which on a GPU takes longer than the arithmetic.
+"""A whole update, or a forward pass, as one CUDA graph: the GPU does not wait for Python, which takes longer than the arithmetic.
 
     update = CapturedUpdate(losses, net, optimizer, ema, ...)      draw, noise, forward, backward, clip, Adam, averages
     predict = CapturedForward(net)                                 for probes and samples: predict(x, t, labels)
 
-A graph repeats the launches of one run on the same memory. So what changes from update to update lives in tensors that are written in place: the
-images, the learning rate, the weight of the averages, the sampler's tables. Random numbers go on from replay to replay.
+A graph replays the kernel launches of one run on the same memory. So everything that changes between updates is written in place into fixed tensors:
+images, learning rate, weight of the averages, the sampler's tables. The random stream continues from replay to replay.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.moments import by_size
 from noiseclock.lab.recipes import Recipe
 
-WARMUP = 3  # runs before a capture: they compile, choose kernels and make the optimiser's state
+WARMUP = 3  # runs before a capture: they compile, choose kernels and create the optimiser's state
 
 
 def why_not_captured(recipe: Recipe, device: torch.device, world: int, shard: bool) -> str:
-    """The reason why an update cannot be one CUDA graph; empty where it can."""
+    """The reason why an update cannot be one CUDA graph; empty if it can."""
     reasons = {
         f"this runs on {device.type}": device.type != "cuda",
         "there are several processes, which wait for each other between forward and step": world > 1 or shard,
@@ -39,7 +39,7 @@ def why_not_captured(recipe: Recipe, device: torch.device, world: int, shard: bo
 
 
 class Numbers(NamedTuple):
-    """Of the last update, read from the device. lost_in_a_row: updates up to it whose loss or gradient was not finite; skipped: all of them."""
+    """Of the last update, read from the device. lost_in_a_row: updates up to this one, in a row, that were not finite; skipped: all such updates."""
 
     loss: float
     norm: float
@@ -48,11 +48,11 @@ class Numbers(NamedTuple):
 
 
 class CapturedUpdate:
-    """Updates of a network, one for each call; the first few run as they are, then one is captured, and the rest are replays.
+    """Updates of a network, one per call: the first few run without a graph, then one is captured, and the rest are replays.
 
-    losses: from images and labels to their mean loss, with all that is drawn for it. generator: of the noise. replayed: told after each replay
-    whether the update was lost (0-d, on the device); the optimiser's hooks do not run then. half: what the losses run in the stead of `net`, if
-    anything. An update whose loss or gradient is not finite changes neither weights nor averages, and is counted; `skipped` were before.
+    losses: maps images and labels to their mean loss, and draws times and noise. generator: of the noise. replayed: called after each replay with
+    a 0-d tensor on the device, 1 if the update was not finite; a replay does not run the optimiser's hooks. half: the copy that `losses` runs
+    instead of `net`, if any. An update whose loss or gradient is not finite changes neither weights nor averages. skipped: such updates so far.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class CapturedUpdate:
         self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         device = self._parameters[0].device
-        self._weight = torch.zeros((), device=device)  # of the new weights in the averages
+        self._weight = torch.zeros((), device=device)  # of the new parameters in the averages
         self._seen = torch.tensor([0.0, 0.0, 0.0, float(skipped)], dtype=torch.float64, device=device)
         self._lost = torch.zeros((), device=device)  # 1 if the last update was not finite
-        optimizer.found_inf = self._lost  # type: ignore[attr-defined]  # a fused optimiser looks here, and leaves everything as it was
+        optimizer.found_inf = self._lost  # type: ignore[attr-defined]  # a fused optimiser reads this, and skips its step if it is 1
         if half is not None:
-            half.refresh()  # a checkpoint may have been loaded since it was made
+            half.refresh()  # a checkpoint may have been loaded since the copy was made
 
     def __call__(self, images: Tensor, labels: Tensor | None, *, lr: float, averaging: float) -> None:
-        """One update on images (B, ...) and what the model is told of them. lr: the learning rate. averaging: the weight of the averages' newest."""
+        """One update on images (B, ...) and their labels or captions. lr: the learning rate. averaging: the weight of new parameters in the EMA."""
         if self._images is None:
             self._images = torch.empty_like(images, memory_format=torch.channels_last if images.ndim == 4 else torch.contiguous_format)
             self._labels = None if labels is None else torch.empty_like(labels)
@@ -95,7 +95,7 @@ class CapturedUpdate:
             group["lr"].fill_(lr)
         self._weight.fill_(averaging)
         if self._graph is None:
-            self._optimizer.zero_grad()  # at a capture too, so that the gradients belong to the graph
+            self._optimizer.zero_grad()  # before the capture too, so that the graph allocates the gradients
         if self._runs < WARMUP:
             _apart(self._update)
             self._runs += 1
@@ -104,17 +104,17 @@ class CapturedUpdate:
             self._graph = torch.cuda.CUDAGraph()
             self._graph.register_generator_state(self._generator)
             with torch.cuda.graph(self._graph):
-                self._update()  # which runs nothing yet
+                self._update()  # only recorded, nothing runs yet
         self._graph.replay()
         self._replayed(self._lost)
 
     @property
     def ready(self) -> bool:
-        """Is it captured? The updates up to then also compile and choose kernels."""
+        """Is the update captured? Before that, updates also compile and choose kernels."""
         return self._graph is not None
 
     def read(self) -> Numbers:
-        """What the last update was like. This waits for the device."""
+        """The numbers of the last update. This waits for the device."""
         loss, norm, in_a_row, skipped = self._seen.tolist()
         return Numbers(loss, norm, int(in_a_row), int(skipped))
 
@@ -137,16 +137,16 @@ class CapturedUpdate:
 
 
 class CapturedForward:
-    """A network in evaluation mode, without gradients, as one graph for each shape of its input. What it gives is valid until the next call.
+    """A network in evaluation mode, without gradients, as one CUDA graph for each input shape. An output is valid until the next call.
 
-    net: may be compiled, for use under autocast; outside of it the network runs as it is, because what asks for exact numbers asks seldom, and
-    compiling takes a minute. exact: what runs outside of autocast, where that is another (`lab/half.py`). Autocast must be without a cache, whose
-    casts a graph would outlive.
+    net: may be compiled; the compiled network runs under autocast only. Calls outside autocast, for exact numbers, are rare and compiling takes a
+    minute, so they run the plain network. exact: the network for calls outside autocast, if it is another one (`lab/half.py`). Autocast must run
+    without its cache, because a graph outlives the cached casts.
     """
 
     def __init__(self, net: nn.Module, exact: nn.Module | None = None) -> None:
         self.net = net
-        self._orig_mod = getattr(net, "_orig_mod", net) if exact is None else exact  # who needs gradients asks a compiled module for this
+        self._orig_mod = getattr(net, "_orig_mod", net) if exact is None else exact  # torch.compile's name: probes look for it
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor | None], Any]] = {}
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class CapturedForward:
 
         def run(*given: Any) -> tuple[Tensor, ...]:
             names = {id(p): name for name, p in net.named_parameters()}
-            # by other names for the same memory: what autograd keeps for the parameters belongs to the stream of the updates
+            # detached aliases of the parameters: autograd's own nodes for the parameters are bound to the stream of the updates
             leaves = {names[id(p)]: p.detach().requires_grad_() for p in parameters}
             return gradient_of_sum(lambda *seen: functional_call(net, leaves, seen), list(leaves.values()), *given)
 
@@ -172,14 +172,14 @@ class CapturedForward:
         return found
 
     def _replayed(self, run: Callable[..., Any], *inputs: Tensor | None) -> Any:
-        """`run(*inputs)`, which is captured when these shapes come for the first time."""
+        """`run(*inputs)`, captured the first time that these shapes and dtypes occur."""
         device = next(given.device for given in inputs if given is not None)
         key = *(None if given is None else (given.shape, given.dtype) for given in inputs), autocast_dtype(device)
         if key not in self._graphs:
             static, training = [None if given is None else _copy(given) for given in inputs], self.net.training
             graph = torch.cuda.CUDAGraph()
             try:
-                self.net.eval()  # who asks has done so with the network that is trained, which may be another
+                self.net.eval()  # the caller has set eval mode on the trained network, which may be another module
                 for _ in range(WARMUP):
                     _apart(lambda: run(*static))
                 with torch.cuda.graph(graph):
@@ -200,7 +200,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _apart(run: Callable[[], Any]) -> None:
-    """Run something on a stream of its own, as a capture does: what is allocated then is not mixed up with the rest."""
+    """Run something on a side stream, as a capture does, so that its allocations stay apart from all others."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

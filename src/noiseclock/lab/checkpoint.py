@@ -6,14 +6,14 @@ A state is nested dicts, lists and tuples of tensors, numbers, strings, bools an
                               state.json            everything else, with a placeholder for each tensor
                               SHA256SUMS            of all files, as `sha256sum --check` reads it
 
-Where a model is spread over processes (FSDP2), each writes the rows that it holds, and none ever has the whole:
+If a model is sharded over ranks (FSDP2), each rank writes the rows that it holds, and no rank ever holds the whole model:
 
-                              part-00000-of-00008.safetensors   rows of the tensors that are spread, by the same names
+                              part-00000-of-00008.safetensors   rows of the sharded tensors, under the same names
 
-Whoever loads it sees whole tensors, or asks for some rows of them, on any number of processes.
+Loading gives whole tensors, or only the rows that are asked for, on any number of ranks.
 
-A checkpoint is written beside its final place, brought to the disk, and renamed into place: under the name "step-..." there is never half of one.
-Only then are older ones removed. Of a folder, one training may save (see folder.lock); any number of processes may load meanwhile.
+A checkpoint is written under a temporary name, synced to the disk and renamed: a folder named "step-..." is always complete. Only then are older
+checkpoints removed. One training at a time may save into a folder (see folder.lock); any number of processes may load meanwhile.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from noiseclock.lab.processes import all_or_none
 from noiseclock.lab.shards import my_rows
 from noiseclock.lab.stored import Files, Stored
 
-FORMAT, SPREAD_FORMAT = 1, 2  # of the files, without and with parts; raised when an older reader would misread them
+FORMAT, SPREAD_FORMAT = 1, 2  # versions of the file format, without and with parts; a new number when an older reader would misread it
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
 T = TypeVar("T")
 
 
 class _Damaged(Exception):
-    """Not what was once saved."""
+    """The files are not those that were saved."""
 
 
 # --- saving -------------------------------------------------------------------------------------------------------------------------------
 
 
 def save(folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *, keep: int = 2, accelerator: Accelerator | None = None) -> Path:
-    """Save the state of a step and return its path; then keep the last `keep` checkpoints up to this one.
+    """Save the state of a step and return the checkpoint's path; then remove all but the last `keep` checkpoints up to this one.
 
-    Later ones, left by a run that went further before it was resumed from an earlier step, are removed as well. A Failure if it cannot be
-    written: then nothing has changed, and the message names the newest checkpoint that is whole. accelerator: of all processes, where tensors of
-    the state are spread over them: then all must save, into a folder that all see.
+    Checkpoints of later steps are removed as well: a run may have gone further before it was resumed from an earlier step. A Failure if the
+    checkpoint cannot be written: then nothing has changed, and the message names the newest intact checkpoint. accelerator: needed if tensors of
+    the state are sharded over ranks; then all ranks must call this, with a folder that all can access.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must be at least 0 and keep at least 1, got {step} and {keep}")
@@ -94,7 +94,7 @@ def save(folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *,
             _write(unfinished, kept.tensors, text, "".join(sums))
             if final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
-                final.rename(replaced)  # which is read in its place until the next line
+                final.rename(replaced)  # loaders read this one until the next line
             unfinished.rename(final)
             sync(parent)
             sync(parent.parent)
@@ -105,7 +105,7 @@ def save(folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *,
 
 @contextmanager
 def _nothing_left(folder: str | os.PathLike[str], step: int, unfinished: Path) -> Iterator[None]:
-    """What fails takes the unfinished checkpoint with it; a Failure where the disk is to blame."""
+    """Remove the unfinished checkpoint on any error; an error of the disk becomes a Failure."""
     try:
         yield
     except BaseException as error:
@@ -134,7 +134,7 @@ def _remove_all_but(parent: Path, kept: list[int]) -> None:
     stay = {path for step, path in _found(parent).items() if step in kept}
     for path in parent.iterdir():
         if re.fullmatch(r"(step|old)-\d+", path.name) and path not in stay:
-            # Renamed first: a kill in the middle must not leave half of one under a good name. What cannot be removed costs space, not the run.
+            # Renamed first: a kill must not leave half a checkpoint under a valid name. A checkpoint that cannot be removed costs only space.
             away = path.with_name(f"tmp-{path.name}")
             try:
                 path.rename(away)
@@ -158,8 +158,8 @@ def steps(folder: str | os.PathLike[str]) -> list[int]:
 def load(folder: str | os.PathLike[str], step: int | None = None, device: str | torch.device = "cpu") -> tuple[int, Any]:
     """The step and the state of the newest checkpoint, or of the one asked for, with all tensors on `device`.
 
-    Where the newest is damaged, a warning names it and the one before is loaded. A Mistake if there is none to load.
-    Torch's optimisers and generators want parts of their state on the CPU and move the rest themselves: load for them on the CPU.
+    If the newest is damaged, a warning names it and the previous one is loaded. A Mistake if none can be loaded.
+    Torch's optimisers and generators need parts of their state on the CPU and move the rest themselves: load their states on the CPU.
     """
 
     def read(path: Path) -> Any:
@@ -174,7 +174,7 @@ def load(folder: str | os.PathLike[str], step: int | None = None, device: str | 
 
 @contextmanager
 def reading(folder: str | os.PathLike[str], *, lazy: Collection[str]) -> Iterator[tuple[int, Any]]:
-    """As `load`, but under the keys `lazy` of the state each tensor is a `Stored`, to be read while this lasts: all of it, or some rows."""
+    """As `load`, but tensors under the keys `lazy` of the state are `Stored`: inside the `with` block they can be read, whole or by rows."""
     step, (content, files) = _first_whole(folder, None, _opened)
     try:
         takes: dict[bool, Callable[[Stored], Any]] = {True: lambda stored: stored, False: Stored.whole}
@@ -184,7 +184,7 @@ def reading(folder: str | os.PathLike[str], *, lazy: Collection[str]) -> Iterato
 
 
 def _first_whole(folder: str | os.PathLike[str], step: int | None, read: Callable[[Path], T]) -> tuple[int, T]:
-    """The step and what `read` gives, of the newest checkpoint that is not damaged, or of the one asked for."""
+    """The step and the result of `read` for the newest checkpoint that is not damaged, or for the one asked for."""
     found = _found(Path(folder) / "checkpoints")
     if step is not None and step not in found:
         raise Mistake(f"{folder} has no checkpoint of step {step}; it has: {', '.join(map(str, sorted(found))) or 'none'}")
@@ -199,7 +199,7 @@ def _first_whole(folder: str | os.PathLike[str], step: int | None, read: Callabl
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint whose checksums are right."""
+    """The newest checkpoint with correct checksums."""
     for _, path in sorted(_found(Path(folder) / "checkpoints").items(), reverse=True):
         try:
             _check(path)
@@ -210,13 +210,13 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def last_good(folder: str | os.PathLike[str]) -> str:
-    """In words, for what a failure of training says."""
+    """The newest good checkpoint in words, for the message of a failed training."""
     good = newest(folder)
     return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
 
 def _found(parent: Path) -> dict[int, Path]:
-    """Checkpoints by step. One that was being replaced by another of the same step counts until that is in its place."""
+    """Checkpoints by step. "old-", set aside while its step is saved again, counts until the new checkpoint is in place."""
     found = {}
     for kind in ("old", "step"):
         for path in parent.glob(f"{kind}-*"):
@@ -261,20 +261,20 @@ def _line(path: Path, name: str) -> str:
 
 # --- the state as JSON and tensors --------------------------------------------------------------------------------------------------------
 
-# What JSON lacks is an object with one of these keys alone: {"$tuple": [1, 2]}. A dict with keys that are no strings, or that could be taken for
-# one of these, is a list of pairs.
+# A type that JSON lacks becomes an object with one of these keys alone: {"$tuple": [1, 2]}. A dict with keys that are not strings, or that start
+# with "$", becomes a list of pairs.
 TENSOR, SPREAD, TUPLE, FLOAT, PAIRS = "$tensor", "$spread", "$tuple", "$float", "$pairs"
 
 
 class _Kept:
-    """The tensors of a state by name: those that are whole, which only one process needs, and this process's rows of those that are spread."""
+    """The tensors of a state by name. tensors: whole ones, which only the main process writes. parts: this rank's rows of sharded ones."""
 
     def __init__(self, parts: dict[str, Tensor] | None, *, whole: bool) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.parts, self._whole = parts, whole
 
     def put(self, tensor: Tensor, place: tuple[str, ...]) -> dict[str, str]:
-        """Take a copy, and say under which name."""
+        """Copy a tensor, and return its placeholder for the JSON."""
         mine = None if self.parts is None else my_rows(tensor)
         if mine is not None and self.parts is not None:
             return {SPREAD: _put(mine, place, self.parts)}
@@ -306,7 +306,7 @@ def _encode(value: Any, place: tuple[str, ...], kept: _Kept) -> Any:
 def _put(tensor: Tensor, place: tuple[str, ...], tensors: dict[str, Tensor]) -> str:
     """Copy a tensor into `tensors` under a name that says where it was."""
     name = ".".join(place).encode("ascii", "backslashreplace").decode("ascii")
-    while name in tensors or name == "__metadata__":  # "a.b" may be two places; safetensors keeps the other name for itself
+    while name in tensors or name == "__metadata__":  # "a.b" may stand for two places; safetensors reserves the other name
         name += "+"
     if type(tensor.detach()) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         raise TypeError(f"{name} is no ordinary tensor ({type(tensor).__name__}, {tensor.layout}, {tensor.device}); gather or convert it first")

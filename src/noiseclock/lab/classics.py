@@ -1,4 +1,4 @@
-"""The sets that are known by name: scikit-learn's digits, MNIST and CIFAR-10, the last two from `home()` or, once, from the network.
+"""The data sets known by name: scikit-learn's digits, MNIST and CIFAR-10. The last two lie in `home()`, and are downloaded on first use.
 
 Each gives pixels uint8 (N, C, H, W) and labels int64 (N,) of ten classes.
 """
@@ -52,7 +52,7 @@ def mnist(split: str, *, url: str = MNIST_URL) -> Pictures:
 
 
 def find_or_fetch(root: Path, name: str, url: str) -> Path:
-    """MNIST's file of that name, plain or gzipped, downloaded where it is neither."""
+    """The path of MNIST's file `name`, plain or gzipped; downloaded if neither exists."""
     plain, packed = root / name, root / f"{name}.gz"
     if plain.is_file():
         return plain
@@ -78,7 +78,7 @@ def cifar10(split: str, *, url: str = CIFAR10_URL, md5: str = CIFAR10_MD5) -> Pi
                 f"{len(names) - 1} files are in place"
             ) from error
         read = find_cifar10(root, split)
-        assert read is not None  # just put there
+        assert read is not None  # just downloaded
     pixels, labels = read()
     if len(pixels) != CIFAR10_COUNT[split]:
         raise Mistake(f"CIFAR-10 in {root} has {len(pixels)} images in {split} and should have {CIFAR10_COUNT[split]}; replace its files")

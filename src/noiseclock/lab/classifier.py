@@ -1,7 +1,7 @@
-"""A small classifier of handwritten digits, trained on the spot, whose last hidden layer gives features where Inception's would mean little.
+"""A small classifier of handwritten digits, trained on first use. Its last hidden layer gives features for digits, on which Inception's mean little.
 
-It is to be the same on every machine: its random numbers are its own, it trains in one thread, and in float64, so that what processors round
-differently is lost when the weights are rounded to float32 at the end.
+It must be the same on every machine. So it has a random stream of its own and trains in one thread and in float64: rounding differences between
+processors disappear when the weights are rounded to float32 at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS, BATCH, RATE = 400, 64, 3e-3
 class Classifier(nn.Module):
     """(B, 64) features of uint8 images (B, C, H, W), H and W at least 8; `title` is its name in results.
 
-    Features have variance 1 over the images that it was trained on, in the mean over all 64, so that distances have a scale.
+    The mean variance of the 64 features over the training images is 1, which fixes the scale of distances.
     """
 
     def __init__(self, channels: int, classes: int, title: str, *, width: int = 24) -> None:
@@ -53,7 +53,7 @@ class Classifier(nn.Module):
 
 
 def train(data: Images, *, steps: int = STEPS, seed: int = 0) -> Classifier:
-    """A classifier of these labelled images, by AdamW with a rising and falling learning rate."""
+    """A classifier of these labelled images, trained by AdamW with a one-cycle learning rate."""
     if data.labels is None or data.classes is None:
         raise ValueError(f"a classifier needs labels, and {data.name} has none")
     with torch.random.fork_rng(devices=[]):
@@ -87,7 +87,7 @@ def _one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 def accuracy(network: Classifier, data: Images) -> float:
-    """The share of images that it labels rightly."""
+    """The share of images that it classifies correctly."""
     if data.labels is None:
         raise ValueError(f"{data.name} has no labels")
     return (network.logits(features(network, data)).argmax(1) == data.labels).double().mean().item()
@@ -95,7 +95,7 @@ def accuracy(network: Classifier, data: Images) -> float:
 
 @torch.no_grad()
 def features(network: Classifier, data: Images) -> Tensor:
-    """(N, 64) those of all images, in the dtype of the network."""
+    """(N, 64) features of all images, in the dtype of the network."""
     return torch.cat([network(pixels) for pixels in torch.split(data.pixels, 1000)])
 
 

@@ -1,6 +1,6 @@
-"""A metric through one training, and how two trainings compare: when each got how far, the factor between them, and what an update cost.
+"""A metric over one training, and comparisons of two trainings: speed-up, ratio of their curves, ratio of their time per update.
 
-Functions of two cells, a method's and the baseline's, give one number; NaN says that there is none.
+Functions of two cells, a method's and the baseline's, return one number, or NaN if it is not defined.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HIGHER_IS_BETTER = ("precision", "recall")
 
 @dataclass(frozen=True)
 class Curve:
-    """Evaluations as arrays of one length. images, seconds: NaN where not written down. best: so far, of finite values; NaN before the first."""
+    """Evaluations as arrays of equal length. images, seconds: NaN if not recorded. best: best finite value so far; NaN before the first."""
 
     step: npt.NDArray[np.int64]
     images: Values
@@ -40,9 +40,9 @@ def curve(cell: Cell, metric: str) -> Curve:
 
 
 def reached(curve: Curve, along: Values, target: float, *, higher: bool = False) -> float:
-    """Where along images or seconds the best so far first is as good as the target, on straight lines between evaluations; infinite if nowhere.
+    """Images or seconds at which the best so far first equals the target, interpolated linearly between evaluations; infinite if never.
 
-    Quality bends: it improves fast, then slowly, and then straight lines are on the worse side of it. So this is rather late than early.
+    Quality improves fast at first and slowly later, so straight lines lie on its worse side: the result is too late rather than too early.
     """
     sign = -1 if higher else 1
     best, goal = sign * curve.best, sign * target
@@ -56,10 +56,10 @@ def reached(curve: Curve, along: Values, target: float, *, higher: bool = False)
 
 
 def speed_up(method: Cell, baseline: Cell, metric: str, step: int, axis: str) -> float:
-    """Images or seconds (`axis`) in which the baseline first reached the best it had by `step`, over those of the method; 0 if it never got there.
+    """Images or seconds (`axis`) that the baseline needed for its best value up to `step`, over those of the method; 0 if the method never got there.
 
-    The goal is that of the same seed, not the mean of all, which half of the baseline's own trainings would never reach. Time is compared on one
-    machine only.
+    The goal is the baseline's best at the same seed, not the mean over seeds, which half of the baseline's own trainings would never reach. Times
+    are compared on one machine only.
     """
     mine, theirs, higher = curve(method, metric), curve(baseline, metric), metric in HIGHER_IS_BETTER
     goal = theirs.best[theirs.step <= step]
@@ -70,9 +70,9 @@ def speed_up(method: Cell, baseline: Cell, metric: str, step: int, axis: str) ->
 
 
 def area(method: Cell, baseline: Cell, metric: str, step: int) -> float:
-    """exp of the mean, over images up to `step`, of log(method / baseline): the factor between the curves, late and early alike.
+    """exp of the mean, over images up to `step`, of log(method / baseline): the mean ratio of the curves, with equal weight early and late.
 
-    The ratio of plain areas would be that of the first evaluations, where distances are ten times larger. NaN unless all values are positive.
+    The first evaluations, where distances are ten times larger, would dominate a ratio of plain areas. NaN unless all values are positive.
     """
     mine, theirs = curve(method, metric), curve(baseline, metric)
     _, i, j = np.intersect1d(mine.step[mine.step <= step], theirs.step, return_indices=True)
@@ -87,38 +87,38 @@ def area(method: Cell, baseline: Cell, metric: str, step: int) -> float:
 
 
 def overhead(method: Cell, baseline: Cell) -> float:
-    """Seconds of training an update, over the baseline's, on one machine."""
+    """Training seconds per update, divided by the baseline's on the same machine."""
     mine, theirs = seconds_per_update(method), seconds_per_update(baseline)
     return mine / theirs if same_machine(method, baseline) and theirs > 0 else math.nan
 
 
 def seconds_per_update(cell: Cell) -> float:
-    """As of the last record that has the time."""
+    """The mean over the training, from the last record that has the time."""
     timed = [record for record in (*cell.points[-1:], *cell.train[-1:]) if "seconds" in record and record["step"] > 0]
     last = max(timed, key=lambda record: int(record["step"]), default={"seconds": math.nan, "step": 1})
     return float(last["seconds"]) / int(last["step"])
 
 
 def same_machine(a: Cell, b: Cell) -> bool:
-    """Can their times be compared? Not those of a training that changed machines, whatever the other did: nobody knows where."""
+    """Can their times be compared? If both are from costs.json, or from one machine throughout: the log does not say when a training moved."""
     machine = a.made_with.get("machine")
     return (a.timed and b.timed) or (bool(machine == b.made_with.get("machine")) and THEN not in str(machine))
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Between a method and the baseline, by seed; None for a seed at which the method never got as far as the baseline."""
+    """Ratios between a method and the baseline, by seed; None for a seed at which the method never reached the baseline."""
 
     by_seed: dict[int, float | None] = field(default_factory=dict)
 
     @property
     def known(self) -> list[float]:
-        """Those of the seeds that have one."""
+        """The ratios that are not None."""
         return [ratio for ratio in self.by_seed.values() if ratio is not None]
 
     @property
     def mean(self) -> float | None:
-        """The geometric mean; None unless every seed has a ratio: without the seeds that fell behind it would flatter."""
+        """The geometric mean; None unless every seed has a ratio: leaving out the seeds that fell behind would flatter the method."""
         return math.exp(sum(map(math.log, self.known)) / len(self.known)) if self.known and len(self.known) == len(self.by_seed) else None
 
     def __str__(self) -> str:

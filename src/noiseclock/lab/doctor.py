@@ -1,6 +1,6 @@
 """Is everything there? What the machine has, what is missing, and how to get it.
 
-Whatever may be broken is imported within its check, so that it shows up as a line of the table and not as a traceback.
+Each check itself imports what may be broken, so that a failure becomes a line of the output and not a traceback.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import noiseclock as nc
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.home import home
 
-PYTHON, TORCH = (3, 11), (2, 11)  # the oldest that serve
+PYTHON, TORCH = (3, 11), (2, 11)  # the oldest supported versions
 GIB = 2**30
-LITTLE = GIB // 4  # free disk with which not even a small run ends well
+LITTLE = GIB // 4  # with less free disk even a small run may fail
 # free disk for the CIFAR-10 recipes: weights, their average and Adam's two moments, 35.7 M numbers of 4 bytes each, in two checkpoints and a third
 # while it is written, make 1.7 GB
 AMPLE = 2 * GIB
@@ -74,7 +74,7 @@ def processor() -> Finding:
     """Cores and memory that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # a container's, in either version
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # a container's limit, in cgroup v2 and v1
         try:
             memory = min(memory, int(Path(limit).read_text()))
         except (OSError, ValueError):
@@ -112,7 +112,7 @@ def _driver() -> str:
 def arithmetic() -> Finding:
     """Does a matrix product give the right numbers on the device, in the dtypes that are used?"""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    # whole numbers up to 16·3·3 = 144: exact in bf16, which has all up to 256
+    # whole numbers up to 16·3·3 = 144: exact in bf16, which represents all up to 256
     whole = (torch.arange(256) % 4).reshape(16, 16)
     wrong = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float64) if not _multiplies(whole, dtype, device)]
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in wrong)
@@ -134,7 +134,7 @@ def _multiplies(whole: torch.Tensor, dtype: torch.dtype, device: torch.device) -
 
 
 def distributed() -> Finding:
-    """What several processes can talk through."""
+    """The backends through which processes can communicate."""
     known = ("gloo", "nccl", "xccl", "mpi") if torch.distributed.is_available() else ()
     there = [name for name in known if getattr(torch.distributed, f"is_{name}_available", bool)()]
     return (
@@ -200,7 +200,7 @@ def cifar10() -> Finding:
 
 
 def _read(name: str) -> str:
-    """Read a set as training does, which raises where it is damaged."""
+    """Read a data set as training does; raises if it is damaged."""
     from noiseclock.lab.classics import CLASSICS
 
     train, test = (len(CLASSICS[name](split)[0]) for split in ("train", "test"))
@@ -208,7 +208,7 @@ def _read(name: str) -> str:
 
 
 def inception_weights() -> Finding:
-    """Of the network behind FID, with or without the layer that the Inception Score needs."""
+    """The weights of the FID network, with or without the layer that the Inception Score needs."""
     from noiseclock.lab import inception
 
     path = inception.weights_path()
@@ -223,7 +223,7 @@ def inception_weights() -> Finding:
 
 
 def needed(module: str, package: str) -> Finding:
-    """One that the laboratory imports."""
+    """A package that the laboratory imports."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -232,7 +232,7 @@ def needed(module: str, package: str) -> Finding:
 
 
 def optional(package: str, use: str) -> Finding:
-    """One that only a part of the laboratory imports."""
+    """A package that only a part of the laboratory imports."""
     try:
         return Finding(True, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -283,7 +283,7 @@ def examine() -> list[Check]:
 def _examined(name: str, look: Callable[[], Finding], required: bool) -> Check:
     try:
         finding = look()
-    except Mistake as error:  # says itself what to do
+    except Mistake as error:  # its message says what to do
         finding = Finding(False, str(error))
     except Exception as error:
         finding = Finding(False, f"{type(error).__name__}: {error}", "This check could not be made; the message says why.")
@@ -296,13 +296,13 @@ def healthy(checks: list[Check]) -> bool:
 
 
 def render(checks: list[Check]) -> Text:
-    """A line for each check, and one for its advice. No table: its cells would break an address, which is then of no use."""
+    """A line for each check, and one for its advice. Not a table: its cells would break URLs and paths."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
         broken = ("broken", "bold red" if check.required else "yellow")
         mark, style = broken if check.ok is False else ("ok", "green") if check.ok else ("absent", "dim")
-        # as Text, because a path in square brackets is no markup
+        # as Text, so that square brackets in a path are not taken for markup
         lines.append(Text.assemble((f"{mark:<8}", style), f"{check.name:<{width}}  {check.found}"))
         if check.advice:
             lines.append(Text(" " * (width + 10) + check.advice, "italic"))

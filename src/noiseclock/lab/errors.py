@@ -1,4 +1,4 @@
-"""The two ways in which a run can end badly, and the most frequent one of them: a name that does not exist."""
+"""The two errors that end a run with a message, and the check for the most frequent one: an unknown name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from difflib import get_close_matches
 class Mistake(Exception):
     """Something that the user can put right: a bad setting, a missing file. The command line prints it and exits with 2.
 
-    No ValueError: one that is raised while options become a recipe is framed by tyro, with words of its own.
+    Not a ValueError: tyro catches one that is raised while options become a recipe, and wraps it in a message of its own.
     """
 
 

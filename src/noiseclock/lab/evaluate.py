@@ -4,8 +4,8 @@
     print(scores)                                                   # every figure with what it was measured on
     print(bits_per_dim(model, schedule, "eps", load("cifar10", split="test"), steps=50))
 
-Pictures are compared by their features: those of the Inception network, or for digits and MNIST those of a small classifier, and then the
-distance is not called FID.
+Pictures are compared by their Inception features. For digits and MNIST the features are those of a small classifier, and the distance is not called
+FID.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CURVE = 512  # held-out images for the loss over time
 
 
 def network_for(name: str, *, resize: str = "pytorch") -> Network:
-    """What gives the features of the dataset of that name (of `load`, or the `name` of what it gave): for Inception, resized as said there."""
+    """The feature network for a dataset. name: as `load` takes it, or the dataset's `name`. resize: see `Inception`."""
     short = name.split()[0]
     return classifier.load(short) if short in classifier.DATA else inception.load(resize=resize)
 
@@ -69,9 +69,9 @@ def features_of(
     device: str | torch.device = "cpu",
     precision: str | None = None,
 ) -> Tensor:
-    """(N, D) float32 on the CPU: the features of uint8 images (N, C, H, W), of the first `count` of them; the network moves to `device`.
+    """(N, D) float32 on the CPU: the features of the first `count` uint8 images (N, C, H, W); the network moves to `device`.
 
-    batch: what that device likes unless given. precision: of the convolutions, one of PRECISIONS; that of `precision_on` unless given.
+    batch: by default a size that suits the device. precision: of the convolutions, one of PRECISIONS; by default that of `precision_on`.
     """
     device = torch.device(device)
     network, wanted = placed(network, device), len(images) if count is None else count
@@ -81,7 +81,7 @@ def features_of(
 
 
 def precision_on(device: str | torch.device) -> str:
-    """In which features are computed there: docs/performance.md tells what each precision does to FID and saves."""
+    """The default precision of features on a device; docs/performance.md shows what each precision saves and does to FID."""
     return "tf32" if torch.device(device).type == "cuda" else "fp32"
 
 
@@ -96,7 +96,7 @@ def _in_order(images: Tensor | Images | Files, count: int, batch: int, device: t
 
 @contextmanager
 def _computing(device: torch.device, precision: str) -> Iterator[None]:
-    """In this precision, whatever autocast a trainer may be calling in."""
+    """Compute in this precision, even inside a trainer's autocast."""
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(choose("precision", precision, PRECISIONS))
     with (
         torch.autocast(device.type, half, enabled=half is not None),
@@ -106,7 +106,7 @@ def _computing(device: torch.device, precision: str) -> Iterator[None]:
 
 
 def _with_float64(device: str | torch.device) -> torch.device:
-    """Where metrics are computed: on `device`, or the CPU where that has no float64, as Apple's has not."""
+    """The device for metrics: `device`, or the CPU if it has no float64, like Apple's GPUs."""
     return torch.device(device if torch.device(device).type == "cuda" else "cpu")
 
 
@@ -128,9 +128,9 @@ def reference(
     device: str | torch.device = "cpu",
     precision: str | None = None,
 ) -> Reference:
-    """The features of the first `count` images of a dataset, kept in `home()/statistics`, by what the dataset and the network hold."""
+    """The features of the first `count` images of a dataset, cached in `home()/statistics` under a hash of the images and the network."""
     count = min(count, len(data))
-    # in memory every image counts; on disk 64 of them, evenly, and their number tell whether it is still the same set
+    # the hash covers all images in memory, but only about 64 of a dataset on disk, evenly spaced; the count is in the file's name
     pixels = data.pixels[:count] if isinstance(data, Images) else data.read(range(0, count, max(1, count // 64))).pixels
     known_by = digest([pixels, *network.state_dict().values()])
     size = "x".join(str(n) for n in data.shape)
@@ -160,8 +160,8 @@ class Scores:
     """How near pictures come to a dataset, and what that was measured on.
 
     frechet: the Fréchet distance, FID under the Inception network. kernel: the unbiased squared MMD over subsets, KID under that network.
-    precision, recall: on the first `neighbours` of both sides. count: pictures. solver, steps: how they were made. reference,
-    reference_count: of what dataset and how many. network, resize, dimensions: what the features are.
+    precision, recall: on the first `neighbours` of both sides. count: of pictures. solver, steps: how they were made. reference,
+    reference_count: the dataset and how many of its images. network, resize, dimensions: of the features.
     """
 
     frechet: float
@@ -180,12 +180,12 @@ class Scores:
 
     @property
     def frechet_name(self) -> str:
-        """FID, as it is called under the Inception network alone, the only one that is said to resize."""
+        """FID for the Inception network alone, which is the only one with a `resize`."""
         return "FID" if self.resize else f"Fréchet distance ({self.network})"
 
     @property
     def kernel_name(self) -> str:
-        """KID, likewise."""
+        """KID for the Inception network alone."""
         return "KID" if self.resize else f"kernel distance ({self.network})"
 
     @property
@@ -195,12 +195,12 @@ class Scores:
 
     @property
     def features(self) -> str:
-        """The network, and how it sees pictures if not in the usual way."""
+        """The network, and its resize if that is not the usual one."""
         return f"{self.network}, TensorFlow's resize" if self.resize == "tensorflow" else self.network
 
     @property
     def against(self) -> str:
-        """What they were compared with, and by what."""
+        """What the pictures were compared with, and by which features."""
         return f"against {self.reference_count:,} of {self.reference}, {self.features}"
 
     @property
@@ -237,7 +237,7 @@ def compare_images(
 ) -> Scores:
     """Scores of pictures, uint8 (N, C, H, W), against the first `count` images of a dataset.
 
-    network: that of `network_for` unless given. batch, precision: as in `features_of`. solver, steps: how the pictures were made,
+    network: by default that of `network_for`. batch, precision: as in `features_of`. solver, steps: how the pictures were made,
     for the record. seed: of the kernel distance's subsets.
     """
     if fake.dtype != torch.uint8 or tuple(fake.shape[1:]) != data.shape:
@@ -280,7 +280,7 @@ def inception_score(images: Tensor | Images | Files, network: Inception, *, batc
 
 @dataclass(frozen=True)
 class BitsPerDim:
-    """The variational bound: its mean over `count` images of `data`, its standard error, and from how many of the chain's steps it comes."""
+    """The variational bound: its mean over `count` images of `data`, its standard error, and how many of the chain's steps were evaluated."""
 
     mean: float
     error: float
@@ -311,8 +311,8 @@ def bits_per_dim(
 ) -> BitsPerDim:
     """The bound on the first n images of `data`, in evaluation mode.
 
-    steps: all of them unless given, at a forward each; else an unbiased estimate from so many (see `strided_bound`). conditional: the model
-    is told the labels. The error is over images, noise and choice of steps together.
+    steps: how many to evaluate, with one forward pass each; all by default, fewer give an unbiased estimate (see `strided_bound`). conditional:
+    the model gets the labels. The error covers images, noise and choice of steps together.
     """
     if not isinstance(schedule, Discrete):
         raise Mistake(f"the variational bound needs discrete steps, and {type(schedule).__name__} has none; use a schedule such as linear or cosine")
@@ -349,11 +349,11 @@ def strided_bound(
     variance: str = "fixed-large",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B,) unbiased estimates of the bound of x0 (B, ...) in bits per dimension, from `steps` forwards of the model.
+    """(B,) unbiased estimates of the bound of x0 (B, ...) in bits per dimension, from `steps` forward passes of the model.
 
-    Step 0, the decoder's, is always there. The others are divided into steps - 1 equal strata; each image draws a step of its own in each, and
-    the sum of their terms times (T-1)/(steps-1) stands for the sum over all. Of its own, so that the images' estimates are independent and
-    their spread is the error of the mean.
+    Step 0, the decoder's, is always evaluated. The others are divided into steps - 1 equal strata, and each image draws one step in each
+    stratum; the sum of these terms times (T-1)/(steps-1) estimates the sum over all steps. Images draw independently of each other, so the
+    spread of their estimates gives the error of the mean.
     """
     objective = make_objective(objective)
 

@@ -17,10 +17,11 @@ PREDICTION: dict[type[Objective], str] = {Eps: "epsilon", X0: "sample", V: "v_pr
 
 
 def export(model: nn.Module, schedule: Schedule, objective: Objective, folder: str | Path, variance: str = "fixed-large") -> None:
-    """Write `folder` anew: a DDPMPipeline, which `DDIMPipeline.from_pretrained` takes as well.
+    """Write a DDPMPipeline into a new or empty folder; `DDIMPipeline.from_pretrained` loads it as well.
 
-    With T steps it gives what `generate(solver="ddpm")` gives for the same noise, and with any number that divides T what "ddim" gives, if it is
-    called with use_clipped_model_output=True. (Its fewer ancestral steps leave noise in the picture at the end when the variance is fixed-large.)
+    For the same noise, the DDPMPipeline with T steps gives the pictures of `generate(solver="ddpm")`. The DDIMPipeline, called with
+    use_clipped_model_output=True and any number of steps that divides T, gives those of "ddim". (With fewer than T ancestral steps and the variance
+    fixed-large, diffusers leaves noise in the final picture.)
     """
     if not isinstance(model, UNet):
         raise Mistake(f"diffusers has no pipeline for a {type(model).__name__} without a VAE; only U-Nets are exported, it stays in its checkpoint")

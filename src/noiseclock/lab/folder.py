@@ -1,12 +1,12 @@
 """A run's folder: its lock, its log, and the JSON files in it.
 
     config.json     what is run
-    log.jsonl       one record a line
+    log.jsonl       one record per line
     checkpoints/    see checkpoint.py
     .lock           held while a run writes here
 
-All JSON is valid JSON: numbers that are not finite, which it lacks, are written as the strings "NaN", "Infinity" and "-Infinity". They stay apart
-from each other and from null, and `float` and pandas read them back.
+All JSON is valid JSON: numbers that are not finite, which JSON lacks, are written as the strings "NaN", "Infinity" and "-Infinity". They stay
+distinct from each other and from null, and `float` and pandas read them back.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from noiseclock.lab.errors import Failure, Mistake
 
 # --- one run at a time --------------------------------------------------------------------------------------------------------------------
 
-# Of the two kinds of lock that the kernel drops when a process dies, POSIX record locks are also lost as soon as the process opens and closes the
-# file anywhere else (a tracker that uploads the folder), and they do not keep out a second run in the same process. `flock` has neither flaw, but
-# it lives as long as any copy of the open file, and a forked DataLoader worker has one, which may outlive a killed parent. So each child gives its
-# copies back as it starts; programs started by exec never get them, because Python opens files with O_CLOEXEC.
+# The kernel releases two kinds of lock when a process dies. POSIX record locks are also lost as soon as the process opens and closes the lock file
+# anywhere else (a tracker that uploads the folder), and they do not exclude a second run in the same process. `flock` has neither flaw, but it lasts
+# as long as any copy of the file descriptor. A forked DataLoader worker has such a copy and may outlive a killed parent, so each child closes its
+# copies as it starts. Programs started by exec never get any, because Python opens files with O_CLOEXEC.
 _open_locks: set[FileIO] = set()
 
 
@@ -51,7 +51,7 @@ class Busy(Mistake):
 
 @contextmanager
 def making(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """A Mistake that names the folder which cannot be made or written into."""
+    """Turn an OSError into a Mistake that names the folder."""
     try:
         yield
     except OSError as error:
@@ -60,9 +60,9 @@ def making(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def lock(folder: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None]:
-    """Hold the folder, which is made where it is missing, for this process; a Mistake that names the other process if one holds it.
+    """Lock the folder for this process, and create it if it is missing; a Mistake names the other process that holds the lock.
 
-    wait: until that one lets go, for what takes a moment. The file stays behind, unlocked: to remove it could take it from under the next run.
+    wait: wait for the lock, for short operations. The lock file stays behind, unlocked: removing it could take it away from the next run.
     """
     path = Path(folder) / ".lock"
     with making(folder):
@@ -78,7 +78,7 @@ def lock(folder: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None
             raise Busy(f"{folder} is in use by {holder}; wait for that run to end or choose another folder") from None
         except OSError as error:  # some network file systems are mounted without locks
             warnings.warn(f"{folder} cannot be locked ({error.strerror}); make sure that no other run writes there", stacklevel=3)
-        with suppress(OSError):  # on a full disk the lock holds without the name
+        with suppress(OSError):  # on a full disk the lock works without the name in it
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
@@ -128,7 +128,7 @@ def _replacing(path: Path, unfinished: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A Failure that names what could not be written."""
+    """Turn an OSError into a Failure that names the file."""
     try:
         yield
     except OSError as error:
@@ -151,7 +151,7 @@ def checksum(path: Path) -> str:
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], *, where: str = "in the checkpoint") -> str:
-    """How two configs differ, one line a key; empty where they do not. A config and what its JSON file gives back are the same.
+    """How two configs differ, one line per key; empty if they do not. A config equals what is read back from its JSON file.
 
     >>> print(difference({"lr": 2e-4, "size": (32, 32), "ema": 0.9999}, {"lr": 1e-4, "size": [32, 32], "clip": 1.0}))
     lr: 0.0002 here, 0.0001 in the checkpoint
@@ -171,25 +171,25 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], *, where: str
 
 
 class Log:
-    """A file of records, one JSON object a line, that is only ever added to; a record with a "step" belongs to that step."""
+    """An append-only file of records, one JSON object per line; a record with a "step" belongs to that step."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file = FileIO(self.path, "a")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add a record. It survives the end of the process at once, and a power cut after `sync`."""
+        """Append a record. It survives a crash of the process at once, and a power cut after `sync`."""
         line = (json.dumps(plain(record), allow_nan=False) + "\n").encode()
         size = os.fstat(self._file.fileno()).st_size
         try:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            os.ftruncate(self._file.fileno(), size)  # or the next record would go on in the middle of this line
+            os.ftruncate(self._file.fileno(), size)  # or the next record would continue this line
             raise Failure(f"could not write {self.path}: {error.strerror}") from error
 
     def truncate_after(self, step: int) -> None:
-        """Drop the records of later steps, and lines that a crash tore, so that a run resumed from `step` logs each of its steps once."""
+        """Drop the records of later steps, and lines cut off by a crash, so that a run resumed from `step` logs each of its steps once."""
         shorter = self.path.with_name(f".{self.path.name}.tmp")
         with _replacing(self.path, shorter), self.path.open("rb") as old, shorter.open("wb") as new:
             new.writelines(line for line in old if _step_of(line) <= step)
@@ -197,7 +197,7 @@ class Log:
         self._file = FileIO(self.path, "a")
 
     def sync(self) -> None:
-        """Wait until all records are on the disk; before a checkpoint, so that it never knows of steps that the log lacks."""
+        """Wait until all records are on the disk. To be called before saving a checkpoint, so that no checkpoint is ahead of the log."""
         with writing(self.path):
             os.fsync(self._file.fileno())
 
@@ -213,7 +213,7 @@ class Log:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Those of a log, in order; lines that are damaged are none, and a log that is not there has none."""
+    """The records of a log, in order. Damaged lines are skipped; a missing log has no records."""
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
@@ -224,7 +224,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line: -∞, always kept, for one without a step; ∞, always dropped, for one that is no record."""
+    """The step of a line: -∞, always kept, for a record without a step; ∞, always dropped, for a line that is not a record."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:

@@ -24,12 +24,12 @@ Pictures: TypeAlias = tuple[Bytes, NDArray[np.int64]]
 CIFAR10_FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
 CIFAR10_BINARY, CIFAR10_PICKLED = "cifar-10-batches-bin", "cifar-10-batches-py"
 CIFAR10_SHAPE = (3, 32, 32)
-# how numpy unpickles an array; taken from one, because the module that holds it has been renamed between versions
+# numpy's function that unpickles an array; taken from an array, because its module has been renamed between versions
 RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
 
 
 def damaged(path: Path, what: str) -> Mistake:
-    """The mistake of having a file that is not what its name says."""
+    """The Mistake for a file that is not what its name says."""
     return Mistake(f"{path} is damaged: {what}; replace it, or remove it to have it downloaded again")
 
 
@@ -58,7 +58,7 @@ def read_mnist(images: Path, labels: Path) -> Pictures:
 
 
 def find_cifar10(root: Path, split: str) -> Callable[[], Pictures] | None:
-    """How to read a split of CIFAR-10 below `root`, where any of its layouts is complete there; None otherwise."""
+    """A function that reads a split of CIFAR-10 below `root`, in the first layout that is complete there; None if none is."""
     layouts: list[tuple[Callable[[Path], Pictures], list[Path]]] = [
         (read_cifar10_binary, [root / CIFAR10_BINARY / f"{name}.bin" for name in CIFAR10_FILES[split]]),
         (read_cifar10_pickle, [root / CIFAR10_PICKLED / name for name in CIFAR10_FILES[split]]),
@@ -77,7 +77,7 @@ def read_all(read: Callable[[Path], Pictures], paths: list[Path]) -> Pictures:
 
 
 def checked(path: Path, pixels: Bytes, labels: Any) -> Pictures:
-    """Pixels and labels of ten classes, or the mistake that `path` is."""
+    """Pixels and labels of ten classes; a Mistake that names `path` if they do not fit."""
     labels = np.asarray(labels, np.int64)
     if len(labels) != len(pixels):
         raise damaged(path, f"{len(labels)} labels do not fit {len(pixels)} images")
@@ -121,7 +121,7 @@ def read_cifar10_pickle(path: Path) -> Pictures:
     try:
         with path.open("rb") as file:
             content = ArraysOnly(file, encoding="bytes").load()
-        # Python 2 wrote its keys as what is now bytes
+        # written by Python 2, whose strings are read as bytes
         fields = {key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()}
         pixels, labels = fields["data"], fields["labels"]
         if pixels.dtype != np.uint8 or pixels.shape[1:] != (math.prod(CIFAR10_SHAPE),):

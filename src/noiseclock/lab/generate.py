@@ -1,15 +1,15 @@
-"""Pictures from a trained model: walk from noise down a grid of noise levels, asking the model for x0 at each.
+"""Pictures from a trained model: solvers go from noise down a grid of noise levels, with the model's x0 at each.
 
-With x = a·x0 + s·eps at a level and a', s' at the next one, the last being a' = 1, s' = 0, eps always meaning (x - a·x0)/s:
+With x = a·x0 + s·eps at one level, a' and s' at the next (a' = 1, s' = 0 at the last), and eps = (x - a·x0)/s:
 
     ddpm     a draw from q(x' | x, x0), with the variance "fixed-large" or "fixed-small"
-    ddim     x' = a'·x0 + s'·eps; on EDM and on flow this is Euler's method, its other name here
+    ddim     x' = a'·x0 + s'·eps; on EDM and on flow this is Euler's method, so it is also called "euler"
     heun     x' = x + (a'-a)·x0 + (s'-s)·eps with x0 and eps averaged over both ends, so 2·steps - 1 evaluations; EDM's where a = 1
-    dpm++    DPM-Solver++ 2M: DDIM with an x0 that is extrapolated from the last two in the log-SNR, one evaluation a step
+    dpm++    DPM-Solver++ 2M: DDIM with an x0 that is extrapolated from the last two in the log-SNR, one evaluation per step
 
-They need a, s and x0 alone, so each of them runs on every schedule and every objective, EDM's preconditioning included. The tests hold them to
-diffusers' DDPM, DDIM and DPM-Solver++ schedulers; here they also run at zero terminal SNR, on flow and EDM, with any number of steps up to T, and
-an ancestral walk of few steps ends without noise in the picture.
+Solvers need only a, s and x0, so each runs on every schedule and every objective, EDM's preconditioning included. Tests compare them with diffusers'
+DDPM, DDIM and DPM-Solver++ schedulers. Unlike those they also run at zero terminal SNR, on flow and EDM, with any number of steps up to T, and
+ancestral sampling in few steps leaves no noise in the final picture.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Denoise = Callable[[Tensor, Tensor], Tensor]  # x (B, ...) and one time, a float
 Noise = Callable[[int], Tensor]  # the number of a draw -> independent normals (B, ...)
 
 RHO = 7  # of Karras' grid
-SIGMA_MAX = 80.0  # EDM's: above it the data do not show, and a cosine schedule's table goes on to 20,000
+SIGMA_MAX = 80.0  # as in EDM: above it the data are invisible, and a cosine schedule's table goes on to 20,000
 
 
 def generate(
@@ -57,12 +57,12 @@ def generate(
     """n pictures, uint8 (n, *shape) on the CPU.
 
     predict: the model in evaluation mode, as predict(x_t, t), or with labels as predict(x_t, t, labels). labels: (n,), or captions
-    (n, L, D). guidance: g moves the prediction to the g-fold of its distance from that for the label or caption `null`; 1 leaves it as it is.
-    variance: for "ddpm" alone. decode: of a model of latents, from clean latents (B, *shape) to uint8 pictures (B, ...), which are then what is
-    returned. progress: told after every step how many steps of single pictures are done, of n·steps.
+    (n, L, D). guidance: the scale g of classifier-free guidance, null + g·(cond - null), where the null prediction is that for the label or caption
+    `null`; 1 is no guidance. variance: for "ddpm" alone. decode: for a model of latents, from clean latents (B, *shape) to uint8 pictures (B, ...),
+    which are then returned. progress: called after every step with the number of steps done, summed over pictures; n·steps at the end.
 
-    Picture i depends on (seed, i) alone, not on the batch or the device, but for rounding. Every predicted x0 is clipped to [-1, 1], where pixels
-    lie; those of latents, which have no bounds, are not.
+    Picture i depends on (seed, i) alone, not on the batch or the device, up to rounding. Every predicted x0 of a pixel model is clipped to [-1, 1];
+    latents have no bounds and are not clipped.
     """
     _check(schedule, objective, n, batch, labels, guidance, null)
     images = torch.empty(0)
@@ -91,16 +91,16 @@ def solve(
     times = grid(schedule, solver, steps)
     a, s = schedule(times)
     path = Path(schedule, variance, times, torch.cat([a, torch.ones_like(a[:1])]), torch.cat([s, torch.zeros_like(s[:1])]))
-    # DDPM's N(0, 1), EDM's N(0, σ²): as if the data had variance 1
+    # the variance of x for data of variance 1: N(0, 1) for DDPM, nearly N(0, σ²) for EDM
     start = noise(0) * (a[0] ** 2 + s[0] ** 2).sqrt()
     return SOLVERS[solver](path, start, denoise, noise)
 
 
 def grid(schedule: Schedule, solver: str, steps: int) -> Tensor:
-    """(steps,) falling times, float64, at which `solver` asks the model; it starts at the noisiest one.
+    """(steps,) decreasing times, float64, at which `solver` evaluates the model; the first is the noisiest one.
 
     EDM: Karras' grid, even in σ^(1/7). Flow: even in u. Discrete steps: evenly spaced, from the last one down, for "ddpm" and "ddim" ("trailing"
-    in diffusers); for the second-order solvers, which pay for long steps at little noise, the last one and then those nearest to Karras' grid.
+    in diffusers); for second-order solvers, which lose accuracy by long steps at low noise, the last one and then those nearest to Karras' grid.
     """
     if steps < 1 or (schedule.steps is not None and steps > schedule.steps):
         most = "" if schedule.steps is None else f" and at most {schedule.steps}, the number that the schedule has"
@@ -114,7 +114,7 @@ def grid(schedule: Schedule, solver: str, steps: int) -> Tensor:
         return schedule.time_of((schedule.steps * (1 - count / steps)).round().long() - 1)
     sigma = (-schedule.log_snr(schedule.grid()) / 2).exp()
     step = schedule.step(_karras(schedule, min(SIGMA_MAX, float(sigma[-1])), float(sigma[0]), steps)).flip(0)
-    # where the table is coarser than the grid, neighbours would coincide: each takes the next free step, first upwards, then down from the top
+    # where the schedule is coarser than the grid, several points share a step: each moves up to the next free step, those past the top move down
     place = torch.arange(steps)
     step = ((step - place).cummax(0).values + place).minimum(schedule.steps - steps + place)
     step[-1] = schedule.steps - 1
@@ -128,7 +128,7 @@ def _karras(schedule: Schedule, most: float, least: float, steps: int) -> Tensor
 
 
 class Path(NamedTuple):
-    """The levels that a solver passes: times (n,), a and s (n+1,) with the clean end, float64 on the CPU. variance: of ancestral steps."""
+    """The noise levels of a solver: times (n,), a and s (n+1,) including the clean end, float64 on the CPU. variance: of ancestral steps."""
 
     schedule: Schedule
     variance: str
@@ -170,7 +170,7 @@ def _dpm(path: Path, x: Tensor, denoise: Denoise, _: Noise) -> Iterator[Tensor]:
     for i, time in enumerate(path.times):
         x0 = ahead = denoise(x, time)
         if before is not None and path.s[i + 1] > 0:
-            # to the middle of the step; after a start at SNR 0 the last step was infinitely long, and nothing is added
+            # extrapolate to the middle of the step; after a start at SNR 0 the last step was infinitely long, and the correction is 0
             ahead = x0 + (log_ratio[i + 1] - log_ratio[i]) / (log_ratio[i] - log_ratio[i - 1]) / 2 * (x0 - before)
         x, before = path.move(i, x, ahead), x0
         yield x

@@ -1,7 +1,7 @@
-"""Weights that are cast once an update, as one list, and not one by one in every pass.
+"""Weights cast to bfloat16 once per update, all in one call, instead of one by one in every pass.
 
-Autocast casts each weight of a convolution or a matrix product where it is used, and its gradient back: for a U-Net 360 kernels of two
-microseconds, a tenth of an update of the smaller one on an H200. Here a second network keeps the cast weights, and gives the same numbers.
+Autocast casts each weight of a convolution or a matrix product where it is used, and casts its gradient back: for a U-Net 360 kernels of two
+microseconds, a tenth of an update of the smaller U-Net on an H200. Here a second network holds the cast weights, and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from noiseclock.lab.moments import by_size
 
-CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # what autocast runs in half precision, of the layers that have weights
+CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # the layers with weights that autocast runs in half precision
 
 
 class HalfWeights:
-    """`net` is a copy of another network whose weights are bfloat16 where autocast would have them so; all others it shares with the original.
+    """`net` is a copy of a network with bfloat16 weights where autocast would cast them; it shares all other parameters with the original.
 
-    It is to be run under autocast. `refresh` after every change of the original's weights; `collect` after a backward pass through the copy.
+    Run it under autocast. Call `refresh` after every change of the original's weights, and `collect` after a backward pass through the copy.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -42,7 +42,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the weights anew."""
+        """Cast the weights again."""
         torch._foreach_copy_(self._halves, self._original)
 
     @torch.no_grad()

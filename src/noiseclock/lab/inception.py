@@ -1,11 +1,11 @@
 """The Inception network behind every published FID: Inception v3 as TensorFlow released it on 2015-12-05.
 
-The names of the parameters are those of pytorch-fid's weights file `pt_inception-2015-12-05`. Where it departs from the Inception v3 of the
+The names of the parameters are those of pytorch-fid's weights file `pt_inception-2015-12-05`. The network differs from the Inception v3 of the
 paper and of other libraries:
 
-- the average pools inside the blocks divide by the pixels that are there, not by those of the padding;
-- the last block, Mixed_7c, takes a maximum where the others take an average;
-- it knows 1008 classes;
+- average pooling inside the blocks does not count the padding;
+- the last block, Mixed_7c, has max pooling where the others have average pooling;
+- it has 1008 classes;
 - pixels are scaled to [-1, 1], without any mean or standard deviation of a dataset.
 
 Features are the 2048 averages of the last block's channels over the picture.
@@ -48,17 +48,17 @@ class Conv(nn.Module):
 
 
 def average(x: Tensor) -> Tensor:
-    """Of each pixel and its neighbours; fewer of them at the border."""
+    """3x3 average pooling with stride 1; the padding does not count."""
     return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
 
 
 def maximum(x: Tensor) -> Tensor:
-    """Of each pixel and its neighbours."""
+    """3x3 max pooling with stride 1."""
     return F.max_pool2d(x, 3, stride=1, padding=1)
 
 
 def halved(x: Tensor) -> Tensor:
-    """The maxima at every second pixel."""
+    """3x3 max pooling with stride 2."""
     return F.max_pool2d(x, 3, stride=2)
 
 
@@ -97,7 +97,7 @@ class BlockB(nn.Module):
 
 
 class BlockC(nn.Module):
-    """Mixed_6b to 6e, 17x17, with 7x7 convolutions as rows and columns."""
+    """Mixed_6b to 6e, 17x17, with 7x7 convolutions factorised into 1x7 and 7x1."""
 
     def __init__(self, inputs: int, middle: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class BlockD(nn.Module):
 
 
 class BlockE(nn.Module):
-    """Mixed_7b and 7c, 8x8, with forks of a row and a column; `last` pools by the maximum."""
+    """Mixed_7b and 7c, 8x8, with parallel 1x3 and 3x1 convolutions; `last` has max pooling."""
 
     def __init__(self, inputs: int, *, last: bool = False) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def resized_as_tensorflow(x: Tensor) -> Tensor:
 
 def load(*, resize: str = "pytorch", path: Path | None = None) -> Inception:
     """The network with the weights of `path`, or of `weights_path()`."""
-    with torch.device("meta"):  # nothing to initialise: that would draw from the global generator
+    with torch.device("meta"):  # no initialisation, which would draw from the global generator
         network = Inception(resize=resize)
     path = path or weights_path()
     remedy = f"download {SOURCE} to that path"

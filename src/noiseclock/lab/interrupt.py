@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish, granted between two updates and not in the middle of one."""
+"""Ctrl-C and SIGTERM as a request to stop, granted between two updates and not in the middle of one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LOSS = b"\nnoiseclock: it ends once what was trained is saved; ask again, and it
 
 
 class Wish:
-    """The signal that asked for the end, or None. patient: is there anything that was trained and not saved?
+    """A request to stop. signal: the signal that was received, or None. patient: is there training progress that is not saved yet?
 
-    A second signal does not wait, unless something would be lost: then it is told so, and the third does not wait. Echoes do not count: `timeout`
-    and batch systems send a signal to the process and one to its group.
+    A second signal stops at once, unless progress would be lost: then it prints a warning, and a third signal stops at once. Signals within ECHO
+    seconds count as one, because `timeout` and batch systems signal both the process and its group.
     """
 
     def __init__(self) -> None:
         self.patient = False
         self._before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
         outer = getattr(self._before[signal.SIGINT], "__self__", None)
-        self._outer = outer if isinstance(outer, Wish) else None  # who may have more to do after this is done, or have heard of a signal before
+        self._outer = outer if isinstance(outer, Wish) else None  # it may have work left after this one, or a signal from before
         self.signal: int | None = self._outer.signal if self._outer else None
         self._at: float = self._outer._at if self._outer else 0.0
         self._told = False
@@ -43,15 +43,15 @@ class Wish:
             self._at = now
             if self.patient and not self._told:
                 self._told = True
-                if multiprocessing.parent_process() is None:  # one process writes to the terminal, if there is any
+                if multiprocessing.parent_process() is None:  # only the main process writes to the terminal
                     with suppress(OSError):
-                        os.write(2, LOSS)  # past print and its lock, which what was interrupted may hold
+                        os.write(2, LOSS)  # not print, whose lock the interrupted code may hold
             else:
                 self._restore()
                 signal.raise_signal(number)
 
     def grant(self) -> None:
-        """End here, if that was asked for."""
+        """Stop here if a signal was received."""
         if self.signal is not None:
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
 
@@ -62,7 +62,7 @@ class Wish:
 
 @contextmanager
 def listening() -> Iterator[Wish]:
-    """Take note of signals meanwhile. Only the main thread can; elsewhere nothing is taken note of."""
+    """Record signals inside the `with` block. Only the main thread can; in other threads no signal is recorded."""
     wish = Wish()
     main = threading.current_thread() is threading.main_thread()
     if main:

@@ -1,10 +1,10 @@
-"""A method is a sampler, a weighting, or both, and perhaps a correction, written as one word.
+"""A method is a sampler, a weighting, or both, with an optional correction, written as one word.
 
     uniform                  min-snr                  speed:k=5,tau=641
     adaptive+min-snr         speed+change-aware       lsm@importance
 
-Samplers may be shorthands (`lab/wording.py`). log-normal is what the papers of the field mean by it: EDM's on the edm schedule, and elsewhere the
-adaptive paper's, which is `logit-normal`. (EDM's density is there on every schedule under `noiseclock train --sampler log-normal`.)
+Samplers may be shorthands (`lab/wording.py`). log-normal means what the papers mean by it: EDM's density on the edm schedule, and the adaptive
+paper's, which is `logit-normal`, on all others. (`noiseclock train --sampler log-normal` is EDM's density on every schedule.)
 """
 
 from __future__ import annotations

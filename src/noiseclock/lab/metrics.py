@@ -1,4 +1,4 @@
-"""How far two sets of feature vectors are apart, each set an (N, D) tensor, one row an image.
+"""Distances between two sets of feature vectors, each an (N, D) tensor with one row per image.
 
     frechet             |μ1 - μ2|² + tr(S1 + S2 - 2·√(S1·S2)): the distance between two Gaussians with these means and covariances
     kid                 the unbiased squared MMD with the kernel (x·y/D + 1)³, averaged over random subsets
@@ -37,8 +37,8 @@ class PrecisionRecall(NamedTuple):
 class Moments:
     """The mean (D,) of `count` feature vectors and their scatter Σ(x-mean)(x-mean)ᵀ (D, D), float64.
 
-    Moments of two sets add up to those of both together, so any split into batches gives the same: to 1e-12 of the largest entry, which is
-    float64's rounding.
+    The moments of two sets add up to those of their union, so any split into batches gives the same result, up to float64 rounding: 1e-12 of the
+    largest entry.
 
     >>> x = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 6.0]])
     >>> together = Moments.of(x[:1]) + Moments.of(x[1:])
@@ -52,7 +52,7 @@ class Moments:
 
     @classmethod
     def of(cls, features: Tensor, *, batch: int = 8192) -> Moments:
-        """Those of (N, D) features of any floating dtype, `batch` rows at a time."""
+        """The moments of (N, D) features of any floating dtype, `batch` rows at a time."""
         _check(features)
         first, *others = torch.split(features, batch)
         total = cls._of_batch(first)
@@ -83,10 +83,10 @@ class Moments:
 
 
 def frechet(a: Moments, b: Moments) -> float:
-    """The squared Fréchet distance of two Gaussians, to about 1e-12 of the covariances' traces, singular ones too.
+    """The squared Fréchet distance of two Gaussians, accurate to about 1e-12 of the covariances' traces, also for singular covariances.
 
-    With S = F·Fᵀ from the eigenvalues of S, tr √(S1·S2) is the sum of the singular values of F1ᵀ·F2. Unlike the roots of the eigenvalues of
-    S1·S2 they are not rounded to √ε where they are small, so a set has distance 0 to itself.
+    With S = F·Fᵀ from the eigendecomposition of S, tr √(S1·S2) is the sum of the singular values of F1ᵀ·F2. Small singular values are accurate,
+    whereas the roots of small eigenvalues of S1·S2 have errors of √ε, so here a set has distance 0 to itself.
     """
     if a.mean.shape != b.mean.shape:
         raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared")
@@ -94,7 +94,7 @@ def frechet(a: Moments, b: Moments) -> float:
     one, other = a.covariance.cpu(), b.covariance.cpu()
     overlap = torch.linalg.svdvals(_factor(one).T @ _factor(other)).sum()
     distance: float = (apart + one.trace() + other.trace() - 2 * overlap).item()
-    return max(distance, 0.0)  # rounding must not take it below
+    return max(distance, 0.0)  # rounding must not make it negative
 
 
 def _factor(covariance: Tensor) -> Tensor:
@@ -119,9 +119,9 @@ def _kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 def kid(x: Tensor, y: Tensor, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Spread:
-    """The squared MMD between `size` random rows of x (N, D) and as many of y (M, D), over so many `subsets`.
+    """The squared MMD between `size` random rows of x (N, D) and as many of y (M, D), repeated for `subsets` random subsets.
 
-    Where a set has fewer than `size` rows, subsets have as many as the smaller set.
+    If a set has fewer than `size` rows, subsets have as many as the smaller set.
     """
     _check(x, y, least=2)
     size = min(size, len(x), len(y))
@@ -161,7 +161,7 @@ def _reach(x: Tensor, k: int, chunk: int) -> Tensor:
 
 
 def _distances(x: Tensor, y: Tensor, chunk: int) -> Iterator[tuple[int, Tensor]]:
-    """The squared distances (rows, M) of some rows of x (N, D) from y (M, D) at a time, with the number of the first of them."""
+    """The squared distances between x (N, D) and y (M, D) in chunks: the index of the first row, and the distances (rows, M)."""
     y = y.double()
     lengths = y.square().sum(1)
     rows = max(1, chunk // len(y))

@@ -1,4 +1,4 @@
-"""The order in which parameters are given to an optimiser, and what it keeps of each, by name: so that the order may change, as may the ranks."""
+"""The order in which an optimiser gets its parameters, and its state by name, so that order and number of ranks may change between checkpoints."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def by_size(net: nn.Module) -> dict[str, nn.Parameter]:
-    """Its parameters, the small ones first: a GPU works on a list of tensors in parts, and on each for as long as the largest takes."""
+    """Its parameters, small ones first: a GPU works on a list of tensors in chunks, and each chunk takes as long as its largest tensor."""
     return dict(sorted(net.named_parameters(), key=lambda pair: pair[1].numel()))
 
 
 def moments(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
-    """Tensors and numbers; of a sharded network, spread as that is."""
+    """The optimiser's state by name: numbers, and tensors that are sharded as the network is."""
     return {name: dict(optimizer.state[p]) for name, p in named if p in optimizer.state}
 
 
 def load_moments(optimizer: torch.optim.Optimizer, named: Named, kept: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Give them back. kept: by name, or by place in `named`, as checkpoints once had them. Settings stay: they depend on recipe and device."""
+    """Restore the state. kept: by name, or by index in `named`, as in old checkpoints. Settings stay: they depend on recipe and device."""
     place = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state = {}
     for i, (name, p) in enumerate(named):

@@ -1,7 +1,7 @@
 """Which image stands at which place of an endless stream, as a pure function of (seed, place).
 
 Places are counted over all batches and ranks. Epoch e holds the places e·N to (e+1)·N - 1 and shows each of N images once, in an order of its
-own. So a stream starts at any place at no cost, and what all ranks see together does not depend on how many they are.
+own. So a stream can start at any place at no cost, and the images that all ranks see together do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from noiseclock.core.streams import GOLDEN, finalize, signed, uniform
 
 
 def uniforms(seed: int, purpose: str, first: int, count: int) -> Tensor:
-    """(count,) uniforms on [0, 1) for the counters from `first` on; another purpose has another stream."""
+    """(count,) uniforms on [0, 1) for the counters from `first` on; each purpose has a stream of its own."""
     return _uniforms(seed, purpose, first, count, "cpu")
 
 
 def normals(seed: int, purpose: str, first: int, count: int, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """(count, *shape) standard normals, float32 on `device`, for the counters from `first` on; the same on every device, but for rounding."""
+    """(count, *shape) standard normals, float32 on `device`, for the counters from `first` on; the same on every device, up to rounding."""
     each = math.prod(shape)
     return normal(_uniforms(seed, purpose, first * each, count * each, device)).reshape(count, *shape)
 

@@ -20,7 +20,7 @@ from noiseclock.lab.errors import Failure, Mistake
 LEGIBLE = 64  # pixels on the longer side, below which pictures are magnified
 BORDER = 2
 BACKGROUND = 128
-OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".npy", ".pdf", ".svg")  # that a folder is hardly meant to be called
+OTHERS = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".npy", ".pdf", ".svg")  # hardly meant as folders
 
 
 def grid(images: Tensor) -> Image.Image:
@@ -39,9 +39,9 @@ def grid(images: Tensor) -> Image.Image:
 
 
 def save(images: Tensor, path: str | Path) -> None:
-    """Write images, uint8 (N, C, H, W), as the name asks: x.png a grid, x.npz arrays, anything else a new folder of numbered PNGs.
+    """Write images, uint8 (N, C, H, W), in the format of the name: x.png a grid, x.npz arrays, anything else a new folder of numbered PNGs.
 
-    npz: `arr_0` is uint8 (N, H, W, C). Nothing half written is ever seen under `path`. A file is replaced, a folder with something in it is not.
+    npz: `arr_0` is uint8 (N, H, W, C). `path` never holds a half-written result. An existing file is replaced, a folder that is not empty is not.
     """
     path, form = Path(path), form_of(path)
     _check(images, written=form != ".npz")
@@ -54,7 +54,7 @@ def save(images: Tensor, path: str | Path) -> None:
 
 
 def form_of(path: str | Path) -> str:
-    """What the name asks for: ".png", ".npz", or "" for a folder; a Mistake for the name of another kind of picture, or of a file that is there."""
+    """The format by the name: ".png", ".npz", or "" for a folder; a Mistake for other formats, and for a folder's name that an existing file has."""
     path = Path(path)
     form = path.suffix.lower()
     if form in OTHERS:
@@ -65,20 +65,20 @@ def form_of(path: str | Path) -> str:
 
 
 def refuse_full(path: Path) -> None:
-    """A Mistake where there is a folder with something in it, which is never replaced."""
+    """A Mistake if `path` is a folder that is not empty, which is never replaced."""
     if path.is_dir() and any(path.iterdir()):
         raise Mistake(f"{path} is a folder with something in it; choose another name, or empty it first")
 
 
 def whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` make a file or a folder under a temporary name beside `path`, then give it its name."""
+    """Let `write` make a file or a folder under a temporary name beside `path`, then rename it to `path`."""
     refuse_full(path)
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(new)
         os.replace(new, path)
-    except (OSError, SafetensorError) as error:  # the second of diffusers' folders
+    except (OSError, SafetensorError) as error:  # SafetensorError: from diffusers' folders
         raise Failure(f"{path} could not be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
         with suppress(OSError):  # there is nothing to remove unless something went wrong

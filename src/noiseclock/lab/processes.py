@@ -16,8 +16,8 @@ from noiseclock.lab.errors import Failure, Mistake
 
 
 def joined(folder: Path, device: str | None, track: tuple[str, ...]) -> Accelerator:
-    """This process among those that torchrun or accelerate launch started, or alone. track: accelerate's trackers, which write into `folder`."""
-    # without a GPU accelerate starts no process group unless it is told that the CPU is meant
+    """The Accelerator of a process that torchrun or accelerate launch started, or that is alone. track: accelerate's trackers; they use `folder`."""
+    # without a GPU accelerate starts a process group only if cpu=True
     cpu = device == "cpu" or not torch.accelerator.is_available()
     place = ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
     accelerator = Accelerator(cpu=cpu, log_with=trackers(track) or None, project_config=place)
@@ -36,14 +36,14 @@ def trackers(names: tuple[str, ...]) -> list[str]:
 
 
 def leave(accelerator: Accelerator) -> None:
-    """The end: of the trackers and of the process group."""
-    with suppress(OSError):  # a tracker that could not write, which was said when it happened
+    """End the trackers and the process group."""
+    with suppress(OSError):  # a tracker could not write, which was reported when it happened
         accelerator.end_training()
 
 
 @contextmanager
 def all_or_none(accelerator: Accelerator) -> Iterator[None]:
-    """An error of one rank ends all of them: the others would wait for it forever."""
+    """A Mistake or Failure on one rank ends all ranks: the others would wait for it forever."""
     error: Exception | None = None
     try:
         yield

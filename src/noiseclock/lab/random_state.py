@@ -1,4 +1,4 @@
-"""The state of torch's own random numbers, by which dropout goes on where it was."""
+"""The state of torch's global generators, so that a resumed training continues with the same dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Of this process, for training on `device`."""
+    """The state in this process, for training on `device`."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -17,7 +17,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on from there, on a device of either kind."""
+    """Restore the state, on a CPU or a CUDA device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -4,7 +4,7 @@
     write("results/digits", format="markdown")   # results/digits/report.md
     write("results/digits", format="png")        # results/digits/figures/
 
-It reads result files and nothing else. What is missing or damaged in them is said, and the rest is shown.
+It reads result files and nothing else. A report names what is missing or damaged in them, and shows the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMATS = {"html": "report.html", "markdown": "report.md", "png": "figures"}
 
 
 def write(folder: str | Path, out: str | Path | None = None, *, format: str = "html", at: int | None = None) -> Path:
-    """Write the report on a folder of results, into that folder unless `out` is given, and give back where it is. at: as of that update."""
+    """Write the report on a folder of results, into that folder unless `out` is given, and return its path. at: results as of that update."""
     folder = Path(folder)
     choose("format", format, FORMATS)
     if not folder.is_dir():

@@ -1,6 +1,6 @@
 """The numbers behind a report's charts, as plain lists: the page draws them with JavaScript, the figures for papers with matplotlib.
 
-A list by method goes in the order of `Results.methods` and has None for a method that lacks it.
+Lists by method are in the order of `Results.methods`, with None for a method without data.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from noiseclock.lab import statistics
 from noiseclock.lab.curves import HIGHER_IS_BETTER, curve, reached, seconds_per_update
 from noiseclock.lab.results import Cell, Results
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, (on light, on dark); the first is the baseline's. Yellow is left out: it drowns on
-# white. Where there are more methods than colours, dashes go on.
+# Okabe and Ito's colours, which the colour-blind can tell apart, (on light, on dark); the first is the baseline's. Yellow is left out: it is hard to
+# see on white. If there are more methods than colours, dashes distinguish them.
 COLOURS = [
     ("#3f3f46", "#d4d4d8"), ("#0072b2", "#5aa9e6"), ("#d55e00", "#ff8a4c"), ("#008f68", "#35c79b"), ("#b0568a", "#e59ac6"), ("#b98300", "#f0bb45"),
     ("#2f9fd6", "#8fd3ff"), ("#6a4fb3", "#b39df0"),
@@ -28,7 +28,7 @@ LOG_FROM = 4.0  # the ratio of the largest to the smallest value from which an a
 
 
 def charts(results: Results) -> dict[str, Any]:
-    """All of them."""
+    """The data of all charts."""
     return {
         "methods": looks(results),
         "metrics": {metric: quality(results, metric) for metric in statistics.measured(results)},
@@ -41,7 +41,7 @@ def charts(results: Results) -> dict[str, Any]:
 
 
 def looks(results: Results) -> list[dict[str, Any]]:
-    """How each method is drawn; the baseline's colour is nobody else's."""
+    """How each method is drawn; no other method has the baseline's colour."""
     found, others = [], 0
     for method in results.methods:
         if method == results.baseline:
@@ -55,10 +55,10 @@ def looks(results: Results) -> list[dict[str, Any]]:
 
 
 def quality(results: Results, metric: str) -> dict[str, Any]:
-    """A metric through training, at the common learning rate and, in the end, at every one.
+    """A metric through training at the common learning rate, and its final values at every learning rate.
 
-    curves: see `through_training`. target: the best that the baseline had, its mean. day: the seconds that took it, the paper's 1D. finals: values
-    over seeds at the last update in common. lrs: the same against the learning rate, of methods that were trained with several.
+    curves: see `through_training`. target: the baseline's best, mean over seeds. day: the seconds that the baseline needed for it, the paper's 1D.
+    finals: values over seeds at the last common update. lrs: final values by learning rate, for methods that were trained with several.
     """
     common = [cell for cell in results.cells if cell.lr == results.lr]
     end, ends = statistics.final(common, metric), statistics.final(results.cells, metric)
@@ -82,7 +82,7 @@ def quality(results: Results, metric: str) -> dict[str, Any]:
 
 
 def through_training(cells: Sequence[Cell], metric: str) -> dict[str, list[Any]] | None:
-    """The mean of the cells at each update that any was evaluated at, the range over them, and of how many (n), of which all but n have failed."""
+    """Mean and range over the cells at each update at which any was evaluated, and the number n of cells with a finite value there."""
     curves = [curve(cell, metric) for cell in cells]
     found: dict[str, list[Any]] = {name: [] for name in ("step", "images", "seconds", "mean", "low", "high", "n")}
     for step in sorted({int(step) for one in curves for step in one.step}):
@@ -107,13 +107,13 @@ def loss(results: Results) -> dict[str, Any] | None:
 
 
 def utility(results: Results) -> dict[str, Any] | None:
-    """By how much an update at one noise level alone would lower the plain loss, to first order, as a share of that, at the last evaluation."""
+    """The relative decrease of the plain loss, to first order, by an update at one noise level alone, at the last evaluation."""
     step, found = _by_time(results, "points", "utility_time", "utility", over="validation")
     return None if step is None or not any(found) else {"step": step, "methods": found}
 
 
 def _by_time(results: Results, kind: str, axis: str, name: str, *, over: str | None = None) -> tuple[int | None, list[dict[str, Any] | None]]:
-    """A curve of every method at the last step that they share, over seeds. kind: of the cells' records. over: a number to divide it by."""
+    """A curve of every method at the last common step, over seeds. kind: the cells' list of records. over: the field to divide the curve by."""
     cells = {method: results.of(method, results.lr) for method in results.methods}
     having = {method: [record for cell in of for record in getattr(cell, kind) if name in record] for method, of in cells.items()}
     step = _last_in_common([{record["step"] for record in records} for records in having.values()])
@@ -129,7 +129,7 @@ def _by_time(results: Results, kind: str, axis: str, name: str, *, over: str | N
 
 
 def density(results: Results) -> dict[str, Any] | None:
-    """The sampler's density by time (rows) through training (columns), the mean over seeds; most: the end of a scale that fits all methods."""
+    """The sampler's density by time (rows) through training (columns), the mean over seeds; most: the upper end of a colour scale for all methods."""
     found: list[dict[str, Any] | None] = []
     for method in results.methods:
         by_step: dict[int, list[dict[str, Any]]] = {}
@@ -143,14 +143,14 @@ def density(results: Results) -> dict[str, Any] | None:
         grid = np.array([columns[step][1].mean(0) for step in steps]).T
         found.append({"step": steps, "time": time, "density": grid.tolist()} if grid.size else None)
     values = np.concatenate([np.ravel(entry["density"]) for entry in found if entry]) if any(found) else np.array([])
-    # a peak in a few places would leave the rest of the scale unused
+    # a scale up to a narrow peak would leave most of its colours unused
     return {"methods": found, "most": float(max(2.0, np.quantile(values, 0.995)))} if len(values) else None
 
 
 def overhead(results: Results) -> list[dict[str, Any] | None]:
-    """Seconds an update over the baseline's, the geometric mean over seeds."""
+    """Seconds per update over the baseline's, the geometric mean over seeds."""
     metrics = statistics.measured(results)
-    rows = statistics.table(results, metrics[0]).rows if metrics else []  # in the order of methods; any metric's has it
+    rows = statistics.table(results, metrics[0]).rows if metrics else []  # in the order of methods; the overhead is in every metric's table
     found: list[dict[str, Any] | None] = []
     for row in rows:
         ratio, seconds = row.overhead.mean, _mean([seconds_per_update(cell) for cell in results.of(row.method, row.lr)])
@@ -163,7 +163,7 @@ def overhead(results: Results) -> list[dict[str, Any] | None]:
 
 
 def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
-    """Methods that differ in the value of one option, by that value.
+    """Groups of methods that differ in the value of one option, ordered by that value.
 
     >>> [found] = sweeps(["uniform", "speed:k=10,tau=700", "speed:k=5,tau=700", "speed:k=5"])
     >>> found["title"], found["points"]
@@ -193,7 +193,7 @@ def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _over_seeds(values: Sequence[float]) -> dict[str, Any] | None:
-    """Of the finite ones."""
+    """Mean, range and number of the finite values."""
     finite = [value for value in values if math.isfinite(value)]
     return {"mean": sum(finite) / len(finite), "low": min(finite), "high": max(finite), "n": len(finite)} if finite else None
 
@@ -206,14 +206,14 @@ def _by_lr(method: str, ends: statistics.Final) -> dict[str, list[Any]] | None:
 
 
 def _stacked(records: Sequence[dict[str, Any]], axis: str, name: str) -> tuple[list[float], np.ndarray]:
-    """The curves of records that have the first one's axis, (seeds, points); those with a value that is not finite are left out."""
+    """The first record's axis, and the curves (seeds, points) of all records with that axis; records with a value that is not finite are left out."""
     records = [record for record in records if np.isfinite([*record[axis], *record[name]]).all() and record[axis]]
     alike = [record for record in records if record[axis] == records[0][axis]]
     return (alike[0][axis], np.array([record[name] for record in alike], dtype=float)) if alike else ([], np.zeros((0, 0)))
 
 
 def _last_in_common(steps: Iterable[set[int]]) -> int | None:
-    """The last that all have; if there is none, the last of any."""
+    """The last step that all have; if there is none, the last of any."""
     there = [some for some in steps if some]
     return max(set.intersection(*there) or set.union(*there)) if there else None
 

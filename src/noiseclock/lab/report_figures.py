@@ -36,7 +36,7 @@ WIDTH = 5.2  # inches, of one panel
 
 
 def figures(results: Results, folder: str | Path) -> list[Path]:
-    """Write all that the results hold, and give back their paths."""
+    """Write all figures that the results allow, and return their paths."""
     data, folder = charts(results), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     plans: dict[str, Callable[[], Figure]] = {}
@@ -63,7 +63,7 @@ def figures(results: Results, folder: str | Path) -> list[Path]:
 @contextmanager
 def _style() -> Iterator[None]:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names in scripts that the font lacks become boxes
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names in a script that the font lacks are drawn as boxes
         yield
 
 
@@ -233,7 +233,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def _borders(centres: Sequence[float]) -> np.ndarray:
-    """Half-way between points, and as far beyond the first and last."""
+    """The borders of cells around points: half-way between neighbours, and as far beyond the first and last."""
     x = np.array(centres, dtype=float)
     if len(x) == 1:
         return np.array([x[0] - 0.5, x[0] + 0.5])

@@ -1,4 +1,4 @@
-"""A comparison's answer in Markdown, and the words that it shares with the page."""
+"""A comparison's answer in Markdown, and the text that it shares with the HTML page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _code(text: str) -> str:
-    """A span of code in a table, where only its own fence and the table's bars mean anything."""
+    """A code span in a table, where only backquotes and bars are special characters."""
     fence, space = _fence(text, 1), " " if "`" in text else ""
     return f"{fence}{space}{_one_line(text).replace('|', chr(92) + '|')}{space}{fence}"
 
@@ -53,7 +53,7 @@ def _fence(text: str, least: int) -> str:
 
 
 def _text(text: str) -> str:
-    """Words in which no character means anything to Markdown or HTML.
+    """Text in which all special characters of Markdown and HTML are escaped.
 
     >>> print(_text("a_b <img> | **c**"))
     a\\_b \\<img\\> \\| \\*\\*c\\*\\*
@@ -92,7 +92,7 @@ def facts(results: Results) -> list[str]:
 
 
 def command(results: Results) -> str:
-    """The command line, from what compare.json says."""
+    """The command line, rebuilt from compare.json."""
     config = results.config
     settings, changed = config.get("settings", {}), config.get("changed", [])
     seeds = config.get("seeds", results.seeds)

@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that needs no network.
 
 Names, settings and paths come from files that anyone may have written. All of them reach the page through `escape`, or as JSON that cannot end its
-script element, and the page's Content-Security-Policy runs no script but the two whose hashes it names.
+script element, and the page's Content-Security-Policy allows only the two scripts whose hashes it names.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from noiseclock.lab.report_markdown import capital, command, facts, heading, man
 from noiseclock.lab.results import Results
 from noiseclock.lab.statistics import BETTER, WORSE, Difference, Table
 
-STEPS_OF_SAMPLES = 6  # grids of a method that can be looked through
+STEPS_OF_SAMPLES = 6  # sample grids of a method that the slider offers
 MOST_BYTES = 20_000_000  # of all grids together
 
 
 def page(results: Results) -> str:
-    """The page."""
+    """The report as HTML."""
     data, problems = charts(results), [*results.problems]
     grids = _grids(results, problems)
     script, plotly = _asset("report.js"), get_plotlyjs()
@@ -84,14 +84,14 @@ def _controls(data: dict[str, Any]) -> str:
 
 
 def _answers(results: Results, data: dict[str, Any]) -> str:
-    """A table for each metric; the page shows the one that is chosen."""
+    """A table for each metric; the page shows that of the selected metric."""
     tables = [statistics.table(results, metric) for metric in data["metrics"]]
     content = "".join(_for_metric(t.metric, i, _table(t, data) + _notes(t)) for i, t in enumerate(tables))
     return _section("answer", "The numbers", "", content) if tables else ""
 
 
 def _table(t: Table, data: dict[str, Any]) -> str:
-    """Its rows, with each interval drawn as well."""
+    """A table as HTML, with each interval drawn as well."""
     widest = max((abs(end) for row in t.rows if row.difference for end in _ends(row.difference)), default=0.0)
     direction = "higher" if t.higher_is_better else "lower"
     heads = [
@@ -232,7 +232,7 @@ class Grids(NamedTuple):
 
 
 def _grids(results: Results, problems: list[str]) -> Grids:
-    """Of the seed that most methods have, a few of the steps that all of them have; what cannot be shown becomes a problem."""
+    """Sample grids of the seed that most methods have, at a few of their common steps; what cannot be shown is added to `problems`."""
     cells = [(m, cell) for m, method in enumerate(results.methods) for cell in results.of(method, results.lr) if cell.pictures]
     having = Counter(cell.seed for _, cell in cells)
     seed = max(sorted(having), key=lambda seed: having[seed], default=0)
@@ -243,7 +243,7 @@ def _grids(results: Results, problems: list[str]) -> Grids:
     for step in sorted(steps, reverse=True):
         found = {m: _png(by_step[step]) for m, by_step in pictures.items() if step in by_step}
         if files and sum(map(len, files.values())) + sum(len(content) for content, _ in found.values()) > MOST_BYTES:
-            break  # the last step counts; earlier ones are there as far as the page stays small
+            break  # the last step matters; earlier ones are included while the page stays small
         files |= {(m, step): content for m, (content, wrong) in found.items() if not wrong}
         wrongs = [f"samples of {results.methods[m]}, seed {seed}, at update {step:,}: {wrong}; left out" for m, (_, wrong) in found.items() if wrong]
         problems.extend(wrongs)
@@ -325,12 +325,12 @@ def _chart(title: str, about: str, chart: str, label: str, method: int | None = 
 
 
 def _for_metric(metric: str, i: int, content: str) -> str:
-    """What is shown while a metric is chosen; the first one is at the start."""
+    """Content that is shown while its metric is selected; the first metric is selected at the start."""
     return f'<div data-metric="{escape(metric)}"{" hidden" if i else ""}>{content}</div>'
 
 
 def _titles(data: dict[str, Any]) -> str:
-    """The name of the metric that is chosen."""
+    """The name of the selected metric."""
     names = ((key, metric["name"]) for key, metric in data["metrics"].items())
     return "".join(f'<span data-metric="{escape(key)}"{" hidden" if i else ""}>{escape(capital(name))}</span>' for i, (key, name) in enumerate(names))
 
@@ -345,7 +345,7 @@ def _name(data: dict[str, Any], m: int) -> str:
 
 
 def _number(text: str, unit: str = "") -> str:
-    """A cell of a table: a number and its unit, what stands in brackets on a line below, or words."""
+    """A cell of a table: a number with its unit, and the text in brackets on a line below; or words."""
     first, bracket, rest = text.replace("-", "\N{MINUS SIGN}" if text != "-" else "\N{EN DASH}").partition(" (")
     below = f"<br><small>{escape(rest.rstrip(')'))}</small>" if bracket else ""
     return f'<td class="number{" words" if first[:1].isalpha() else ""}">{escape(first)}{unit if first[:1].isdigit() else ""}{below}</td>'
@@ -363,7 +363,7 @@ def _island(data: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Six digits are more than a screen shows; what is not finite is not there."""
+    """Floats with six digits, more than a screen shows; None for those that are not finite."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):

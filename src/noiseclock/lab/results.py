@@ -1,16 +1,16 @@
 """A comparison's folder, read as it is: whole, half-written, damaged or from another version.
 
     compare.json                 what was compared
-    costs.json                   milliseconds an update of each method by itself, where trainings shared a machine; may be missing
+    costs.json                   milliseconds per update, each method timed alone, if trainings shared a machine; may be missing
     cells/NAME/                  one training: a method, a learning rate, a seed
-      cell.json                  which
-      points.jsonl               one line an evaluation
+      cell.json                  which ones
+      points.jsonl               one line per evaluation
       log.jsonl                  the training's own log
       samples/step-00000500.png  grids of samples
       finished.json              there once the training is done
 
-Nothing in the folder makes `read` raise: what is missing or malformed is counted, named in `problems`, and left out. What it gives is clean: records
-are sorted by step, one a step, and a field of NUMBERS or WORDS is there with a value of its kind or not at all. Numbers may be NaN or infinite.
+`read` never raises because of the folder's content: it counts what is missing or malformed, names it in `problems`, and leaves it out. Its result is
+clean: records are sorted by step, one per step, and a field of NUMBERS or WORDS has a value of its type or is absent. Numbers may be NaN or infinite.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ VERSION = 1
 METRICS = ("frechet", "kernel", "validation", "bits", "precision", "recall")
 NUMBERS = (*METRICS, "images", "seconds", "samples", "solver_steps", "loss", "weighted", "norm", "lr", "skipped")
 WORDS = ("solver", "frechet_name", "kernel_name", "sampler")
-# of a validation, and the last of an evaluation: two lists of one length, both there or neither
+# pairs of lists of equal length, both present or neither; the first two pairs are in validations, the last in evaluations
 CURVES = (("time", "loss_by_time"), ("density_time", "density"), ("utility_time", "utility"))
 OF_THE_CELL = ("sampler", "weighting", "correct", "lr", "seed")  # settings in which cells of one comparison may differ
 THEN = ", then "  # between the machines of a training that changed them on the way
-_NAMED = 3  # examples in a sentence about many
+_NAMED = 3  # names that a message lists at most
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Cell:
     """One training.
 
     points: evaluations. train, validations: the two kinds of records of its log. pictures: grids of samples by step. settings: its recipe.
-    made_with: versions and machine. timed: its times are those of costs.json, wherever it ran. Records are sorted by "step", an int.
+    made_with: versions and machine. timed: its times come from costs.json, not from its own log. Records are sorted by "step", an int.
     """
 
     method: str
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Results:
-    """A comparison: compare.json without what is malformed in it, one cell for each method, learning rate and seed, and what was wrong, in words."""
+    """config: compare.json without malformed fields. cells: one for each method, learning rate and seed. problems: what was wrong, in words."""
 
     config: dict[str, Any]
     cells: list[Cell]
@@ -79,7 +79,7 @@ class Results:
 
     @property
     def methods(self) -> list[str]:
-        """All that have a cell: the baseline, then in the order of compare.json, then others."""
+        """All methods with a cell: the baseline, then those of compare.json in its order, then others."""
         there = dict.fromkeys(cell.method for cell in self.cells)
         order = [self.baseline, *self.config.get("methods", []), *there]
         return [method for method in dict.fromkeys(order) if method in there]
@@ -91,17 +91,17 @@ class Results:
 
     @property
     def seeds(self) -> list[int]:
-        """Of all cells."""
+        """The seeds of all cells."""
         return sorted({cell.seed for cell in self.cells})
 
     @property
     def lrs(self) -> list[float]:
-        """Of all cells."""
+        """The learning rates of all cells."""
         return sorted({cell.lr for cell in self.cells})
 
     @property
     def lr(self) -> float | None:
-        """The common learning rate: the recipe's own where it was run, else the first of compare.json that was, else the smallest there is."""
+        """The common learning rate: the recipe's own if it was run, else the first of compare.json that was run, else the smallest."""
         order = [self.config.get("settings", {}).get("lr"), *self.config.get("lrs", []), *self.lrs]
         return next((lr for lr in order if lr in self.lrs), None)
 
@@ -117,7 +117,7 @@ class Results:
 
 
 def read(folder: str | Path, *, at: int | None = None) -> Results:
-    """What a comparison has written so far. at: as if it had ended with that update, at which every training that was evaluated there is finished."""
+    """What a comparison has written so far. at: as if it had ended at that update; a training that was evaluated there counts as finished."""
     folder = Path(folder)
     problems: list[str] = []
     config = _config(folder / "compare.json", problems)
@@ -139,7 +139,7 @@ def read(folder: str | Path, *, at: int | None = None) -> Results:
 
 
 def _config(path: Path, problems: list[str]) -> dict[str, Any]:
-    """compare.json, less what is not of its kind."""
+    """compare.json without fields of a wrong type."""
     config = _object(path, problems)
     if config is None:
         return {}
@@ -153,7 +153,7 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _costs(path: Path, cells: Sequence[Cell], problems: list[str]) -> dict[str, float]:
-    """Milliseconds an update by method."""
+    """Milliseconds per update by method."""
     costs = _fitting(_object(path, problems) or {}, {"milliseconds": _is_object}, path, problems).get("milliseconds", {})
     known = _fitting(costs, dict.fromkeys(costs, _is_rate), path, problems)
     if unknown := sorted({cell.method for cell in cells} - known.keys()):
@@ -162,7 +162,7 @@ def _costs(path: Path, cells: Sequence[Cell], problems: list[str]) -> dict[str, 
 
 
 def _timed(cell: Cell, milliseconds: float | None) -> Cell:
-    """A training whose every update took so long, or nobody knows how long."""
+    """The cell with the times of costs.json, or without times if `milliseconds` is None."""
 
     def timed(record: dict[str, Any]) -> dict[str, Any]:
         time = {} if milliseconds is None else {"seconds": int(record["step"]) * milliseconds / 1000}
@@ -192,7 +192,7 @@ def _cell(folder: Path, problems: list[str]) -> Cell | None:
 
 
 def _pictures(folder: Path) -> dict[int, Path]:
-    """Grids by step; links, which may lead out of the folder, are none."""
+    """Sample grids by step, without symbolic links, which may lead out of the folder."""
     named = [(re.fullmatch(r"step-([0-9]{1,15})\.png", path.name), path) for path in _inside(folder)]
     return {int(name[1]): path for name, path in named if name and path.is_file() and not path.is_symlink()}
 
@@ -209,7 +209,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _once_each(cells: list[Cell], problems: list[str]) -> list[Cell]:
-    """Of cells that are there twice, as after a careless merge, the one that got further."""
+    """Of duplicate cells, as after a careless merge, keep the one that got further."""
     best: dict[tuple[str, float, int], Cell] = {}
     for cell in cells:
         first = best.setdefault(cell.key, cell)
@@ -220,7 +220,7 @@ def _once_each(cells: list[Cell], problems: list[str]) -> list[Cell]:
 
 
 def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
-    """Cells that compare.json wants and the folder lacks, and cells that are not done."""
+    """Problems: cells that compare.json lists and the folder lacks, and cells that are not finished or not evaluated."""
     wanted = {_name(key): None for key in product(*(config.get(part, []) for part in ("methods", "lrs", "seeds")))}
     there = {_name(cell.key): cell for cell in cells}
     named = {
@@ -232,7 +232,7 @@ def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
 
 
 def _not_alike(cells: list[Cell]) -> list[str]:
-    """Settings that should be the same in all cells."""
+    """Problems: settings that differ between cells and should not."""
     seen: dict[str, Counter[str]] = {}
     for cell in cells:
         for name, value in cell.settings.items():
@@ -243,7 +243,7 @@ def _not_alike(cells: list[Cell]) -> list[str]:
 
 
 def _up_to(cell: Cell, at: int) -> Cell:
-    """A training as it was after an update."""
+    """The cell as it was after update `at`."""
     points, train, validations = ([record for record in records if record["step"] <= at] for records in (cell.points, cell.train, cell.validations))
     pictures = {step: path for step, path in cell.pictures.items() if step <= at}
     finished = any(point["step"] == at for point in points)
@@ -270,7 +270,7 @@ def _shown(value: Any) -> str:
 
 
 def _place(path: Path) -> str:
-    """A path as it is told: without the folder that was asked for, and without control characters."""
+    """A path as messages show it: without the folder that was asked for, and without control characters."""
     name = path.name if path.name in ("compare.json", "costs.json") else "/".join(path.parts[-2:])
     return name if name.isprintable() else ascii(name)
 
@@ -289,7 +289,7 @@ def _bytes(path: Path, problems: list[str]) -> bytes | None:
 
 
 def _object(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """The object in a JSON file; None, and the problem named, where there is none."""
+    """The object in a JSON file; None, and an entry in `problems`, if there is none."""
     text = _bytes(path, problems)
     if text is None:
         return None
@@ -301,7 +301,7 @@ def _object(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The records of a file of lines, cleaned, in order of step; of two of one kind and step the later, which a resumed run has written."""
+    """The cleaned records of a JSON-lines file, by step; of two with the same kind and step the later one, which a resumed run has written."""
     *lines, torn = (_bytes(path, problems) or b"").split(b"\n")
     found: dict[tuple[str, int], dict[str, Any]] = {}
     wrong = Counter({"malformed lines": int(bool(torn))})
@@ -320,7 +320,7 @@ def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _parsed(text: bytes) -> Any:
-    """The value of some JSON; None where it is none. Half characters, which JSON can spell but no file can hold, become question marks."""
+    """The value of JSON text; None if it is invalid. Lone surrogates, which JSON can spell but UTF-8 cannot encode, become question marks."""
     try:
         value = json.loads(text)
         return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace")) if b"\\u" in text else value
@@ -329,7 +329,7 @@ def _parsed(text: bytes) -> Any:
 
 
 def _cleaned(record: dict[str, Any]) -> int:
-    """Take out of a record what is not of its kind, and count that; null says that there is no value, and does not count."""
+    """Remove the fields of a wrong type from a record, and return how many; null means that there is no value, and is not counted."""
     wrong = 0
     for name in [name for name in record if name in NUMBERS or name in WORDS]:
         value = record.pop(name)
@@ -350,7 +350,7 @@ def _cleaned(record: dict[str, Any]) -> int:
 
 
 def _fitting(given: dict[str, Any], kinds: Mapping[str, Callable[[Any], bool]], path: Path, problems: list[str]) -> dict[str, Any]:
-    """What is given, less what is not of its kind."""
+    """`given` without fields of a wrong type."""
     wrong = [name for name, fits in kinds.items() if name in given and not fits(given[name])]
     if wrong:
         problems.append(f"{_place(path)}: malformed {', '.join(wrong)}; left out")
@@ -361,14 +361,14 @@ def _fitting(given: dict[str, Any], kinds: Mapping[str, Callable[[Any], bool]], 
 
 
 def _number(value: Any) -> float | None:
-    """A number, finite or not, as lab.folder writes them; an int stays one."""
+    """A number, finite or not, as lab.folder writes it; an int stays an int."""
     if isinstance(value, str):
         return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if isinstance(value, int):
         return value if abs(value) < 2**63 else None
-    return value if not abs(value) > 1e100 else math.copysign(math.inf, value)  # whose square is not finite any more
+    return value if not abs(value) > 1e100 else math.copysign(math.inf, value)  # so that sums of squares stay finite
 
 
 def _is_count(value: Any) -> bool:
@@ -381,7 +381,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Without control characters, which could drive a terminal."""
+    """A string without control characters, which could control a terminal."""
     return isinstance(value, str) and value.isprintable()
 
 

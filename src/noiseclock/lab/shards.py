@@ -1,4 +1,4 @@
-"""Tensors that FSDP2 has spread over ranks, as if they were whole. Ordinary ones pass through all of this unchanged."""
+"""Tensors that FSDP2 has sharded over ranks, used as if they were whole. Ordinary tensors pass through all functions unchanged."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from noiseclock.lab.stored import Stored
 
 
 def whole(x: Any) -> Any:
-    """The full tensor, on every rank; all ranks must ask. What is no tensor is passed on."""
+    """The full tensor, on every rank; all ranks must call this. Anything else is returned as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def my_rows(x: Tensor) -> Tensor | None:
-    """This rank's part of a tensor whose rows are spread over ranks; None of any other."""
+    """This rank's part of a tensor that is sharded by rows; None for any other tensor."""
     return x.to_local() if isinstance(x, DTensor) and x.placements == (Shard(0),) else None
 
 
 def spread(value: Tensor | Stored, like: Tensor) -> Tensor:
-    """A full tensor on the device of `like`, spread and in the order of memory as that is, where it has its shape. One that is stored in files is
-    read from there: no more of it than this rank will hold."""
+    """A full tensor with the device, sharding and memory format of `like`, if the shapes are equal, else as it is. Of a `Stored` tensor with that
+    shape only this rank's rows are read."""
     if value.shape != like.shape:
         return value.whole() if isinstance(value, Stored) else value
     if isinstance(like, DTensor):
         return _dealt(value, like)
     value = value.whole() if isinstance(value, Stored) else value
-    return torch.empty_like(like, dtype=value.dtype).copy_(value)  # a fused optimiser wants its moments like its parameters
+    return torch.empty_like(like, dtype=value.dtype).copy_(value)  # a fused optimiser needs moments in the memory format of its parameters
 
 
 def _dealt(value: Tensor | Stored, like: DTensor) -> DTensor:
-    """The rows that belong to this rank: FSDP2 gives each the same number, rounded up, as long as there are any."""
+    """The rows of this rank: FSDP2 gives each rank rows / ranks of them, rounded up, until none are left."""
     mine = like.to_local()
     assert my_rows(like) is not None, like.placements
     share = -(-len(like) // like.device_mesh.size())
@@ -49,11 +49,11 @@ def _dealt(value: Tensor | Stored, like: DTensor) -> DTensor:
 
 @torch.no_grad()
 def fill_(target: Tensor, value: Tensor | Stored) -> None:
-    """Write a full tensor into one that may be spread."""
+    """Write a full tensor into one that may be sharded."""
     target.copy_(spread(value, target))
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a network that are gathered one at a time when it is sharded: what its outermost lists hold."""
+    """The parts of a sharded network that are gathered one at a time: the members of its outermost ModuleLists."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else blocks(child)

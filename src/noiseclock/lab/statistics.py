@@ -1,16 +1,16 @@
-"""What a comparison shows, one metric at a time, and how sure that is.
+"""What a comparison shows, one metric at a time, and how certain that is.
 
-Every method is compared with the baseline, seed by seed: trainings of one seed share weights at the start and the order of the data, and the luck
-they have in common drops out of the differences d_i = method_i - baseline_i, i = 1..n.
+Every method is compared with the baseline, seed by seed: trainings of one seed share the initial weights and the order of the data, and this common
+randomness cancels in the differences d_i = method_i - baseline_i, i = 1..n.
 
     interval    mean(d) ± t(n-1, 97.5 %)·std(d)/√n: it holds the true difference in 95 of 100 comparisons
-    p           of Student's paired t test, corrected by Holm for the number of methods: in at most 5 of 100 comparisons is any method called
-                better or worse that is neither. Every metric, and every choice of learning rates, is a family of its own
-    relative    both in units of the baseline's mean, which is taken as known
+    p           of Student's paired t test, corrected by Holm for the number of methods: at most 5 of 100 comparisons call any method better or
+                worse that is neither. Every metric, and every choice of learning rates, is a family of its own
+    relative    mean(d) and interval in units of the baseline's mean, whose own error is ignored
     ratios      speed-up, area and overhead, seed by seed (see `lab/curves.py`); their mean is the geometric one
 
-What was begun and did not come to a finite value is never just left out: of a method that fails on one of its seeds nothing good is said, whatever
-the others show.
+A training that was started and has no finite value is never silently left out: a method that fails on one of its seeds gets no verdict, whatever
+its other seeds show.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from noiseclock.lab.errors import choose
 from noiseclock.lab.results import METRICS, Cell, Results
 
 CONFIDENCE = 0.95
-OF_SAMPLES = ("frechet", "kernel", "precision", "recall")  # which depend on how many samples there were, and how they were made
+OF_SAMPLES = ("frechet", "kernel", "precision", "recall")  # metrics that depend on the number of samples and on the solver
 NAMES = {
     "frechet": "Fréchet distance", "kernel": "kernel distance", "validation": "validation loss", "bits": "bits/dim", "precision": "precision",
     "recall": "recall",
 }  # fmt: skip
 
 BASELINE, BETTER, WORSE, SAME, ONE_SEED = "baseline", "better", "worse", "no significant difference", "cannot tell (one seed)"
-UNKNOWN = "cannot tell"  # every verdict that is none begins with it
+UNKNOWN = "cannot tell"  # begins every text that stands in place of a verdict
 
 
 # --- one method ---------------------------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class Summary(NamedTuple):
 
 
 def summary(values: Iterable[float]) -> Summary:
-    """Of finite values.
+    """The summary of finite values.
 
     >>> print(summary([11.5, 12.3, 11.9]))
     11.90 ± 0.40
@@ -68,8 +68,8 @@ def summary(values: Iterable[float]) -> Summary:
 class Final(NamedTuple):
     """Values at one step, by cell: (method, lr, seed).
 
-    step: the last at which all finished cells have the metric, or all cells, as long as none is finished. values, best: there and so far, of the
-    cells that got to it; may not be finite. lost: cells that began and did not get to it.
+    step: the last at which all finished cells have the metric, or all cells if none is finished. values: at that step; best: up to it; both of the
+    cells that reached it, and perhaps not finite. lost: unfinished cells that did not reach it.
     """
 
     step: int | None
@@ -79,7 +79,7 @@ class Final(NamedTuple):
 
 
 def final(cells: Sequence[Cell], metric: str) -> Final:
-    """The last that can be compared. A finished cell without the metric is left out: it was never measured."""
+    """The values at the last step that can be compared. A finished cell without the metric is left out: it was never measured."""
     curves = {cell.key: curve(cell, metric) for cell in cells}
     done = [curves[cell.key] for cell in cells if cell.finished]
     counted = [c for c in done if len(c.step)] or [c for c in curves.values() if len(c.step)]
@@ -99,10 +99,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a method to the baseline, over the seeds that both have.
+    """The difference of a method to the baseline, over the seeds that both have.
 
-    interval: of 95 %. p: of the paired t test. corrected: p after Holm. All None with one seed, and where seeds make no difference at all, as if
-    they were one. unit: the baseline's mean over these seeds.
+    interval: of 95 %. p: of the paired t test. corrected: p after Holm. All three are None with one seed, and if all seeds give the same difference
+    other than 0, because then they count as one. unit: the baseline's mean over these seeds.
     """
 
     seeds: tuple[int, ...]
@@ -114,12 +114,12 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """The mean in units of the baseline's; None where that is not positive."""
+        """The mean in units of the baseline's mean; None if that is not positive."""
         return self.mean / self.unit if self.unit > 0 else None
 
     @property
     def relative_interval(self) -> Interval | None:
-        """Likewise."""
+        """The interval in the same units."""
         return (self.interval[0] / self.unit, self.interval[1] / self.unit) if self.interval and self.unit > 0 else None
 
 
@@ -139,14 +139,14 @@ def paired(method: dict[int, float], baseline: dict[int, float]) -> Difference |
     error = float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     rounding = 1e-12 * float(np.abs([mine, theirs]).max())
     if error <= rounding:
-        same = n > 1 and abs(mean) <= rounding  # two runs of one thing
+        same = n > 1 and abs(mean) <= rounding  # the same method twice
         return Difference(seeds, mean, (mean, mean) if same else None, 1.0 if same else None, unit)
     width = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
     return Difference(seeds, mean, (mean - width, mean + width), 2 * float(stdtr(n - 1, -abs(mean) / error)), unit)
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p values corrected for their number, so that the chance of any false one below 0.05 is at most 0.05, however they depend on each other.
+    """p values corrected for their number, so that the chance of any false positive at 0.05 is at most 0.05, however the tests depend on each other.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -165,9 +165,9 @@ def holm(p: Sequence[float]) -> list[float]:
 class Row:
     """One method at one learning rate.
 
-    final: at the table's step, over the seeds with a finite value there. best: the best so far, likewise. lrs: of how many learning rates this one
-    is the best, 1 where it was not chosen. difference: None for the baseline, and without a common seed. verdict: in plain words. The rest is
-    told in `lab/curves.py`.
+    final: at the table's step, over the seeds with a finite value there. best: the best so far, over the same seeds. lrs: the number of learning
+    rates from which this one was chosen as the best, 1 if it was not chosen. difference: None for the baseline, and without a common seed. verdict:
+    in plain words. `lab/curves.py` defines the ratios.
     """
 
     method: str
@@ -186,7 +186,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A metric of all methods, the baseline first. step: at which; None where there is nothing. own_lr: each at its own best learning rate."""
+    """A metric of all methods, the baseline first. step: of the values; None if there are none. own_lr: each at its own best learning rate."""
 
     metric: str
     title: str
@@ -208,7 +208,7 @@ class Table:
 
     @property
     def headings(self) -> list[str]:
-        """Of the columns of `lines`."""
+        """The headings of the columns of `lines`."""
         first = ["method", "learning rate", f"{self.title}, {'higher' if self.higher_is_better else 'lower'} is better", "best so far"]
         compared = [f"against {self.baseline} (95 % interval)", "p (Holm)", "verdict", "speed-up in images", "speed-up in time"]
         return [*first, *compared, "factor between curves", "time per update, ratio", "seeds"]
@@ -232,7 +232,7 @@ def measured(results: Results) -> list[str]:
 
 
 def title(results: Results, metric: str) -> str:
-    """A metric's name, as its evaluations call it: distances are FID and KID under the Inception network alone."""
+    """A metric's name, as its evaluations call it: distances are FID and KID only for the Inception network."""
 
     def said(name: str) -> str | None:
         return next((str(point[name]) for cell in results.cells for point in cell.points if name in point), None)
@@ -241,7 +241,7 @@ def title(results: Results, metric: str) -> str:
 
 
 def table(results: Results, metric: str, *, own_lr: bool = False) -> Table:
-    """All methods at the common learning rate, or each, the baseline too, at the one with its best mean."""
+    """All methods at the common learning rate; own_lr: each method, the baseline too, at the learning rate with its best mean."""
     choose("metric", metric, METRICS)
     comparison = _Comparison(results, metric, own_lr)
     rows = [comparison.row(method) for method in results.methods]
@@ -268,7 +268,7 @@ class _Comparison:
         return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
     def _best_lr(self, method: str) -> float:
-        """The learning rate with the best mean, of those with the most seeds that came to a finite value."""
+        """The learning rate with the best mean, among those with the most seeds of finite value."""
         values = {cell.lr: self._finite(self.results.of(method, cell.lr)).values() for cell in self.results.of(method)}
         return min(values, key=lambda lr: (-len(values[lr]), self.sign * (summary(values[lr]).mean or 0.0)))
 
@@ -294,7 +294,7 @@ class _Comparison:
         )  # fmt: skip
 
     def _ratio(self, method: str, of: Callable[[Cell, Cell], float], all_or_none: bool = False) -> Ratio:
-        """By seed; unfinished trainings have not fallen behind, they are not there yet. all_or_none: unless all seeds have one, none counts."""
+        """By seed, without unfinished trainings, which may still catch up. all_or_none: no ratio at all unless every seed has one."""
         pairs = [(cell, self.baseline[seed]) for seed, cell in self.cells[method].items() if seed in self.baseline]
         pairs = [pair for pair in pairs if not {cell.key for cell in pair} & self.final.lost]
         ratios = {mine.seed: of(mine, theirs) for mine, theirs in pairs}
@@ -302,7 +302,7 @@ class _Comparison:
         return Ratio() if all_or_none and len(known) < len(pairs) else Ratio(known)
 
     def _verdict(self, method: str) -> str:
-        """In plain words, and none that the numbers do not carry."""
+        """The verdict in plain words; "cannot tell", with the reason, if the numbers support none."""
         cells, difference = self.cells[method], self.differences.get(method)
         involved = [*cells.values(), *(self.baseline[seed] for seed in cells if seed in self.baseline)]
         lost = {cell.seed for cell in involved if cell.key in self.final.lost}
@@ -326,7 +326,7 @@ class _Comparison:
         return {cell.lr for cell in self.results.of(method)}
 
     def _alike(self) -> bool:
-        """Were samples made and measured in one way, at the step that counts?"""
+        """Were all samples at the final step made and measured in the same way?"""
         points = [point for cells in self.cells.values() for cell in cells.values() for point in cell.points if point["step"] == self.final.step]
         names = (f"{self.metric}_name", "samples", "solver", "solver_steps")
         ways = {tuple(point.get(name) for name in names) for point in points if self.metric in point}
@@ -351,7 +351,7 @@ class _Comparison:
 
 
 def answer(results: Results) -> str:
-    """What to take home: of the first metric by which methods can be compared, and no more than its statistics carry."""
+    """The conclusion in words: from the first metric by which methods can be compared, and no stronger than its statistics."""
     tables = [table(results, metric) for metric in measured(results)]
     if not tables:
         return "There is nothing to compare: no training has been evaluated."
@@ -406,7 +406,7 @@ def _by(row: Row) -> str:
 
 
 def _time(row: Row, baseline: str) -> str:
-    """What it saved or cost to get as far as the baseline, if all seeds agree on which."""
+    """The training time needed to reach the baseline, relative to the baseline's, if all seeds agree on more or less."""
     needed = Ratio({seed: 1 / ratio if ratio else None for seed, ratio in row.speed_up_seconds.by_seed.items()})
     if needed.mean is None or min(needed.known) <= 1 <= max(needed.known):
         return ""
@@ -414,7 +414,7 @@ def _time(row: Row, baseline: str) -> str:
 
 
 def _room(t: Table) -> str:
-    """How large the differences may be that were not seen."""
+    """How large the undetected differences may be."""
     ends = [end for row in t.of(SAME) if row.difference for end in row.difference.relative_interval or ()]
     if not ends:
         return ""
@@ -424,7 +424,7 @@ def _room(t: Table) -> str:
 
 
 def _change(d: Difference | None) -> str:
-    """A difference as it stands in a table."""
+    """A difference as text for a table."""
     if d is None:
         return "-"
     if d.relative is None:
@@ -434,7 +434,7 @@ def _change(d: Difference | None) -> str:
 
 
 def _percent(x: float, sign: str = "") -> str:
-    """Two digits of a hundredth.
+    """A share in per cent, with one decimal below 10.
 
     >>> _percent(0.1234), _percent(-0.01234, "+")
     ('12', '-1.2')
@@ -444,7 +444,7 @@ def _percent(x: float, sign: str = "") -> str:
 
 
 def _with_spread(mean: float | None, std: float | None) -> str:
-    """Two digits of the spread, and as many places of the mean."""
+    """Two digits of the standard deviation, and as many decimal places of the mean."""
     if mean is None:
         return "-"
     if not std or std < 1e-9 * abs(mean):

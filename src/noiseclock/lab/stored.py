@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, which stay there until somebody asks for them, or for some of their rows."""
+"""Tensors in safetensors files, which are read on demand, whole or by rows."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 class Stored:
-    """One tensor. files: that hold it, or its rows one after the other, as FSDP2 deals them out to ranks."""
+    """One tensor. files: the one that holds it, or one per rank, with its rows in order, as FSDP2 shards them."""
 
     def __init__(self, files: Sequence[Any], name: str) -> None:
         self._files, self._name = files, name
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         shapes = [file.get_slice(self._name).get_shape() for file in self._files]
         return torch.Size(shapes[0] if len(shapes) == 1 else [sum(shape[0] for shape in shapes), *shapes[0][1:]])
 
     def whole(self) -> Tensor:
-        """All of it, in memory of its own: what safetensors gives is a window on the file, which could not be deleted on a network file system."""
+        """The whole tensor, as a copy: safetensors maps the file into memory, and a network file system cannot delete a mapped file."""
         found = [file.get_tensor(self._name) for file in self._files]
         return torch.cat(found) if len(found) > 1 else found[0].clone()
 
@@ -42,7 +42,7 @@ class Stored:
 
 
 class Files:
-    """Open files: one of whole tensors, and one for each rank that had parts of others."""
+    """Open files: one with whole tensors, and one for each rank with its rows of sharded tensors."""
 
     def __init__(self, whole: Path, parts: Sequence[Path]) -> None:
         with ExitStack() as stack:
@@ -51,11 +51,11 @@ class Files:
             self._open = stack.pop_all()
 
     def whole(self, name: str) -> Stored:
-        """A tensor of the first."""
+        """A tensor that was saved whole."""
         return Stored([self._whole], name)
 
     def spread(self, name: str) -> Stored:
-        """A tensor of which every rank had some rows."""
+        """A tensor that was saved sharded by rows."""
         return Stored(self._parts, name)
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def surroundings(device: torch.device, world: int) -> dict[str, Any]:
 
 @cache
 def _processor() -> str:
-    """Its model where the system tells: machines of one architecture differ manifold in speed, and times are compared within one kind only."""
+    """The CPU model, if the system tells it: CPUs of one architecture differ a lot in speed, and times are compared within one model only."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -52,7 +52,7 @@ def commit() -> str | None:
     """The commit of this code, "-dirty" after it where files have changed since; None where it is in no repository."""
     here = ["git", "-C", str(Path(__file__).parent)]
     try:
-        # installed into a folder of somebody else's repository it would be that one's commit
+        # raises if this package is only installed inside another repository, whose commit would be wrong
         subprocess.run([*here, "ls-files", "--error-unmatch", "."], capture_output=True, check=True)
         described = subprocess.run(
             [*here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], capture_output=True, text=True, check=True

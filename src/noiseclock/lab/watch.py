@@ -4,12 +4,12 @@
         print(server.url)
         server.serve_forever()
 
-It reads what the training writes (config.json, log.jsonl, samples/) and never writes. The browser asks every two seconds for what is new, by a
-cursor: how far it has read, and a checksum of what stands just before that place. A resumed training shortens its log; then the checksum does not
-fit any more, and the page starts again from the first line.
+It reads what the training writes (config.json, log.jsonl, samples/) and never writes. The browser asks every two seconds for what is new, with a
+cursor: how far it has read, and a checksum of the bytes just before that place. A resumed training shortens its log; then the checksum no longer
+matches, and the page starts again from the first line.
 
 The server listens on 127.0.0.1 alone and answers GET requests whose Host is this machine, so that no web page can reach it under a name of its own
-(DNS rebinding). It gives out four files of its own, the news, and pictures that lie, symbolic links followed, in the folder's samples/.
+(DNS rebinding). It serves four files of its own, the news, and pictures that lie in the folder's samples/ after symbolic links are resolved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PORT = 8765
 PAGE = {"/": ("watch.html", "text/html"), "/watch.js": ("watch.js", "text/javascript"), "/watch.css": ("watch.css", "text/css")}
 PICTURE = re.compile(r"step-([0-9]{1,12})\.png")
 PIECE = 4_000_000  # bytes of the log in one answer
-MARK = 256  # bytes before the cursor that its checksum covers; each record differs from every other in its seconds, which are among them
+MARK = 256  # bytes before the cursor that its checksum covers; they include a record's seconds, which differ between all records
 HEADERS = {
     # plotly sets styles and draws heat maps as data: pictures; nothing else is inline, and nothing comes from elsewhere
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
@@ -54,7 +54,7 @@ HEADERS = {
 
 
 def watch(folder: str | Path, port: int = PORT, *, open_browser: bool = False, say: Callable[[str], None] = print) -> None:
-    """Serve the page of the training in `folder` until Ctrl-C; `say` is told its address."""
+    """Serve the page of the training in `folder` until Ctrl-C; `say` is called with its address."""
     with serve(folder, port=port, open_browser=open_browser) as server:
         say(f"{folder} is shown at {server.url} (Ctrl-C ends it)")
         try:
@@ -156,11 +156,11 @@ class Handler(BaseHTTPRequestHandler):
         return "noiseclock"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal belongs to the one who started this."""
+        """Print nothing: the terminal belongs to the user."""
 
 
 def _is_here(host: str) -> bool:
-    """Is it a name that only this machine can have? Any port: `ssh -L` may put another in its place."""
+    """Is it a name that only this machine can have? Any port is allowed, because `ssh -L` may change it."""
     try:
         return urlsplit(f"//{host}").hostname in ("127.0.0.1", "localhost")
     except ValueError:
@@ -168,7 +168,7 @@ def _is_here(host: str) -> bool:
 
 
 def _picture(folder: Path, name: str) -> bytes | None:
-    """The grid of that name in samples/, if it is there and nowhere else."""
+    """The grid of that name, if it lies in samples/."""
     if not PICTURE.fullmatch(name):
         return None
     try:
@@ -178,7 +178,7 @@ def _picture(folder: Path, name: str) -> bytes | None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of that name in a folder, which is a true path but for its last part; an OSError for a link that leads out of it."""
+    """The resolved path of a file in a folder; an OSError if the file, or the last part of the folder, is a link that leads elsewhere."""
     path = (folder / name).resolve(strict=True)
     if path.parent != folder:
         raise PermissionError(errno.EPERM, "a link that leads out of the folder", str(path))
@@ -191,14 +191,14 @@ def _inside(folder: Path, name: str) -> Path:
 def news(folder: Path, after: str = "") -> dict[str, Any]:
     """What the page needs: the log's records since the cursor `after`, and the little that is not in the log.
 
-    again: the records are the first ones, what came before them is void. more: there are more records already. broken: lines among these that
-    are no records. age: seconds since the log was written to, or None. settings: None where there is no config.json that can be read.
+    again: these are the log's first records, and the page must drop earlier ones. more: there are more records already. broken: lines among these
+    that are not records. age: seconds since the log was written to, or None. settings: None without a readable config.json.
     """
     try:
         path = _inside(folder, "log.jsonl")
         age = max(0.0, time.time() - path.stat().st_mtime)
         part = _read(path, after)
-    except OSError:  # there is none yet, or no more
+    except OSError:  # there is no log yet, or no longer
         age, part = None, Part([], 0, "", True, False)
     settings = _settings(folder)
     updates = None if settings is None else _number(settings.get("updates"))
@@ -217,7 +217,7 @@ class Part(NamedTuple):
 
 
 def _read(path: Path, after: str) -> Part:
-    """The whole lines of a log after a cursor. A last line without its end is left for the next time."""
+    """The whole lines of a log after a cursor. An incomplete last line is left for the next request."""
     place, _, checksum = after.partition("-")
     offset = int(place) if re.fullmatch("[0-9]{1,15}", place) else 0
     with path.open("rb") as file:
@@ -231,7 +231,7 @@ def _read(path: Path, after: str) -> Part:
         file.seek(offset)
         piece = file.read(PIECE)
         end = piece.rfind(b"\n") + 1
-        if end == 0 and len(piece) == PIECE:  # a line that never ends; passed over, or nothing after it would be seen
+        if end == 0 and len(piece) == PIECE:  # a line longer than PIECE; skipped, or nothing after it would be seen
             end = PIECE
         found = [_record(line) for line in piece[:end].splitlines()]
         good = [record for record in found if record]
@@ -239,7 +239,7 @@ def _read(path: Path, after: str) -> Part:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """A record with nothing in it that the page does not expect; None for a line that is none, {} for one of a kind that is not shown."""
+    """A record with only the fields that the page expects; None for a line that is not a record, {} for a kind that is not shown."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -289,7 +289,7 @@ def _text(value: Any) -> str:
 
 
 def _pictures(folder: Path) -> list[tuple[str, int, float]]:
-    """The name, the update and the time of writing of every grid of samples, in order. The time, because a resumed training writes some anew."""
+    """Name, update and time of writing of every sample grid, in order. The time, because a resumed training writes some of them again."""
     found = []
     with suppress(OSError):
         for name in os.listdir(folder / "samples"):

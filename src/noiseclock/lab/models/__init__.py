@@ -1,7 +1,7 @@
 """The networks: `build` makes a U-Net, a DiT or a U-ViT, called as model(x, t, labels) -> (B, C, H, W).
 
-All keep one embedding more than there are classes: label `model.null` stands for "no class", for classifier-free guidance. A U-ViT can be told
-captions (B, L, D) in the place of labels; `model.null` is then the empty one.
+All have one class embedding more than classes: label `model.null` stands for "no class", for classifier-free guidance. A U-ViT can take captions
+(B, L, D) instead of labels; `model.null` is then the empty caption.
 """
 
 from __future__ import annotations
@@ -56,12 +56,11 @@ def build(
 ) -> UNet | DiT | UViT:
     """A network for data of `shape` (C, H, W).
 
-    kind: "unet" (DDPM's), "adm" (a U-Net as ADM has it), "dit" or "uvit". classes: how many, None for none. channels: the width, of a U-Net's
-    first level. blocks: residual blocks of each of a U-Net's levels, or the depth of a DiT or U-ViT. head_channels: of one attention head; 0 makes
-    one head of all of them. dropout: its probability. time_scale: what t is multiplied with before it is embedded; take `time_scale(schedule)`.
-    U-Nets alone read `multipliers`, each level's width by the first, and `attention`, the heights at which they attend; the others alone read
-    `patch`, the side of their patches. checkpointing: forget what blocks compute, and compute it again for their gradients. empty: the embedded empty
-    caption (L, D), of a U-ViT that is told captions.
+    kind: "unet" (DDPM's), "adm" (ADM's U-Net), "dit" or "uvit". classes: how many, None for none. channels: the width; of a U-Net, that of its first
+    level. blocks: residual blocks per level of a U-Net, or the depth of a DiT or U-ViT. head_channels: of one attention head; 0 makes a single head.
+    dropout: its probability. time_scale: the factor on t before its embedding; take `time_scale(schedule)`. Only U-Nets read `multipliers`, the width
+    of each level relative to the first, and `attention`, the heights with self-attention; only the others read `patch`, the side of their patches.
+    checkpointing: gradient checkpointing of the blocks. empty: the embedded empty caption (L, D), for a U-ViT with captions.
 
     >>> model = build("unet", (1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, attention=(4,))
     >>> model(torch.zeros(5, 1, 8, 8), torch.arange(5)).shape
@@ -76,7 +75,7 @@ def build(
     if empty is not None and (kind != "uvit" or classes is not None):
         raise Mistake(f"captions are read by a U-ViT without classes alone, got {kind!r} and {classes=}; take model uvit")
     if kind in ("unet", "adm"):
-        from noiseclock.lab.models.unet import UNet  # not before it is asked for: diffusers' own take seconds to import
+        from noiseclock.lab.models.unet import UNet  # only when needed: diffusers takes seconds to import
 
         levels = tuple(multipliers), blocks, tuple(attention)
         return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm", checkpointing=checkpointing)
@@ -88,7 +87,7 @@ def build(
 
 
 def time_scale(schedule: Schedule) -> float:
-    """What to multiply t with so that it spans the 1000 units that sinusoidal embeddings are made for.
+    """The factor by which t spans the 1000 units that sinusoidal embeddings are made for.
 
     Steps are passed on as they are, as every published model expects them. A continuous t (ln σ/4 of EDM, u of flow) spans one or two units,
     over which the embedding hardly changes, so it is stretched to the span of DDPM's 1000 steps.

@@ -1,9 +1,9 @@
-"""Layers of diffusers' U-Net as a compiler likes them: everything stays in channels-last memory, where the GPU's convolutions work.
+"""Layers of diffusers' U-Net for torch.compile: all activations stay in channels-last memory, the format of the GPU's convolutions.
 
-Inductor writes the result of torch's group norm with the channels first, and diffusers' upsampling and residual blocks ask for that order too. So
-each convolution around them had its pictures copied from one order to the other, in both directions of the pass, and dropout between them read
-memory with large strides: a third of the time of an update of DDPM's U-Net on one H200 (docs/performance.md). Here they are written in plain
-operations that keep the order. Without a compiler diffusers' own are faster, and are used.
+Inductor writes the result of torch's group norm in channels-first memory, and diffusers' upsampling and residual blocks ask for that format too. So
+each convolution around them needed copies from one format to the other, forward and backward, and dropout between them read memory with large
+strides: a third of the time of an update of DDPM's U-Net on one H200 (docs/performance.md). Here these layers are written in plain operations that
+keep the format. Without torch.compile diffusers' own layers are faster, and are used.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 class Normalised(torch.autograd.Function):
     """The group norm of x + offset, with the gradient written out.
 
-    x: (B, N, C) pixels. offset: (B, G, C/G), added to every pixel of a channel, never written to memory. weight, bias: (G, C/G). One pass over the
-    pixels sums each channel, which lie side by side; the rest of the statistics is (B, C) numbers. With u = x + offset - centre, r = 1/σ and
-    y = u·r·weight + bias, the gradient is dx = dy·r·weight + u·q + p, where q and p belong to a group. So its sum over pixels, which is the
-    offset's gradient, follows from sums that are known: no third pass.
+    x: (B, N, C) pixels. offset: (B, G, C/G), added to every pixel of a channel; x + offset is never written to memory. weight, bias: (G, C/G). One
+    pass over the pixels sums each channel, with channels contiguous in memory; the other statistics are (B, C) numbers. With u = x + offset - centre,
+    r = 1/σ and y = u·r·weight + bias, the gradient is dx = dy·r·weight + u·q + p, with one q and one p per group. So the offset's gradient, which is
+    the sum of dx over pixels, follows from known sums without a third pass.
     """
 
     @staticmethod
@@ -54,7 +54,7 @@ class Normalised(torch.autograd.Function):
 
 
 def _over_batch(x: Tensor) -> Tensor:
-    """The sum of (B, ...) over B, in two stages where that divides: one alone keeps a handful of the GPU's processors busy."""
+    """The sum of (B, ...) over B, in two stages if 16 divides B: a single stage occupies only a few of the GPU's multiprocessors."""
     stage = 16
     return x.view(-1, stage, *x.shape[1:]).sum(1).sum(0) if len(x) % stage == 0 else x.sum(0)
 
@@ -63,26 +63,26 @@ class GroupNorm(nn.GroupNorm):
     """torch's group norm, of (B, C, ...)."""
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        """The norm of x + offset, (B, C), in the same order of memory as x. An offset only where it is compiled."""
+        """The norm of x + offset, with offset (B, C), in the memory format of x. Only compiled code may pass an offset."""
         if not torch.compiler.is_compiling():
             return super().forward(x)
         size, channels = x.shape[:2]
         last = x.movedim(1, -1)
         grouped = (size, self.num_groups, channels // self.num_groups)
         offset = self.weight.new_zeros(size, channels) if offset is None else offset
-        given = last.flatten(1, -2), offset.to(self.weight.dtype).view(grouped)  # torch.autocast too has norms in float32
+        given = last.flatten(1, -2), offset.to(self.weight.dtype).view(grouped)  # float32, as under torch.autocast
         y: Tensor = Normalised.apply(*given, self.weight.view(grouped[1:]), self.bias.view(grouped[1:]), self.eps)  # type: ignore[no-untyped-call]
         return y.view(last.shape).movedim(-1, 1)
 
 
 class Dropout(nn.Dropout):
-    """torch's dropout of pictures (B, C, H, W), with a hash of the pixel's place in the stead of a generator's number for each.
+    """torch's dropout of pictures (B, C, H, W), with a hash of each value's index instead of a random number for each.
 
-    Inductor spends forty integer multiplications on a number, of which it uses one in four: two thirds of the time of such a layer. Four are enough.
+    Inductor spends forty integer multiplications on four random numbers and uses one of them: two thirds of the layer's time. Four are enough.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x with a share p of its values at 0, the others scaled up; anew with every call."""
+        """x with a share p of its values at 0 and the others scaled up; every call draws a new mask."""
         if not torch.compiler.is_compiling() or not self.training or self.p == 0 or x.ndim != 4:
             return super().forward(x)
         size, channels, height, width = x.shape
@@ -100,21 +100,21 @@ def mixed(x: Tensor) -> Tensor:
 
 
 class Times(TimestepEmbedding):  # type: ignore[misc]
-    """diffusers' embedding of the time, and what all residual blocks make of it: one matrix product in the stead of one in each block."""
+    """diffusers' time embedding, with the projections of all residual blocks in one matrix product instead of one in each block."""
 
     def forward(self, sample: Tensor, condition: Tensor | None = None) -> Tensor:
-        """(B, E), or (B, C of all blocks) where it is compiled."""
+        """(B, E), or when compiled (B, sum of all blocks' C)."""
         embedded: Tensor = super().forward(sample, condition)
         weights = [block.time_emb_proj.weight for block in self.blocks]
-        if not torch.compiler.is_compiling() or any(hasattr(weight, "device_mesh") for weight in weights):  # a block alone gathers what is sharded
+        if not torch.compiler.is_compiling() or any(hasattr(weight, "device_mesh") for weight in weights):  # each block gathers its own shards
             return embedded
-        # what is the same for all pixels goes to the norm: the convolution's bias too
+        # the norm adds everything that is the same for all pixels, so the convolution's bias too
         biases = [block.time_emb_proj.bias + block.conv1.bias for block in self.blocks]
         return F.linear(F.silu(embedded), torch.cat(weights), torch.cat(biases))
 
 
 class Residual(ResnetBlock2D):  # type: ignore[misc]
-    """diffusers' residual block, of the kind that adds the embedded time and keeps the size. place: of its part in what `Times` gives."""
+    """diffusers' residual block, of the kind that adds the time embedding and keeps the size. place: its channels in the output of `Times`."""
 
     place = slice(0)
 
@@ -124,7 +124,7 @@ class Residual(ResnetBlock2D):  # type: ignore[misc]
             out: Tensor = super().forward(input_tensor, temb)
             return out
         x, first = self.nonlinearity(self.norm1(input_tensor)), self.conv1
-        embedded = temb.shape[1] == self.time_emb_proj.in_features  # the blocks' channels together are always more
+        embedded = temb.shape[1] == self.time_emb_proj.in_features  # the output of `Times` is always wider
         offset = self.time_emb_proj(self.nonlinearity(temb)) + first.bias if embedded else temb[:, self.place]
         x = self.norm2(F.conv2d(x, first.weight, stride=first.stride, padding=first.padding), offset)
         x = self.conv2(self.dropout(self.nonlinearity(x)))
@@ -152,7 +152,7 @@ class SelfAttention(Attention):  # type: ignore[misc]
 
 
 class Upsample(Upsample2D):  # type: ignore[misc]
-    """diffusers' upsampling: every pixel four times, then a convolution."""
+    """diffusers' upsampling: nearest neighbour by 2, then a convolution."""
 
     def forward(self, hidden_states: Tensor, output_size: int | None = None, *args: object, **kwargs: object) -> Tensor:
         """(B, C, 2H, 2W) from (B, C, H, W)."""
@@ -167,7 +167,7 @@ class Upsample(Upsample2D):  # type: ignore[misc]
 
 
 def keep_channels_last(net: UNet2DModel) -> None:
-    """Let every such layer of a U-Net be one of these. Parameters and their names stay."""
+    """Replace every such layer of a U-Net by one of these, in place. Parameters and their names stay."""
     for module in net.modules():
         if type(module) is nn.GroupNorm:
             module.__class__ = GroupNorm
@@ -177,10 +177,10 @@ def keep_channels_last(net: UNet2DModel) -> None:
             module.__class__ = Upsample
         elif type(module) is ResnetBlock2D and module.time_embedding_norm == "default" and module.upsample is None and module.downsample is None:
             module.__class__ = Residual
-        elif type(module) is Attention and module.group_norm is not None:  # in other things all attention of `UNet2DModel` is of this kind
+        elif type(module) is Attention and module.group_norm is not None:  # otherwise all attention in `UNet2DModel` is alike
             module.__class__ = SelfAttention
     blocks = [module for module in net.modules() if isinstance(module, ResnetBlock2D)]
-    # embedded classes are added to the embedded time afterwards
+    # not with classes: their embedding is added to that of the time later
     if net.class_embedding is None and all(type(block) is Residual and type(block.nonlinearity) is nn.SiLU for block in blocks):
         net.time_embedding.__class__, net.time_embedding.blocks = Times, blocks
         start = 0

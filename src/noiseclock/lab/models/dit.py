@@ -1,8 +1,8 @@
 """DiT with adaLN-Zero (Peebles & Xie, 2212.09748), for pixels or latents.
 
-Written here because diffusers' `DiTTransformer2DModel` is made for inference: it gives every block label and time embeddings of its own (750 M
-parameters in XL/2 where the paper has 675 M), drops labels in each of them independently when it trains, and starts nothing at zero. With the
-same weights the two agree; a test holds them to that.
+Written here because diffusers' `DiTTransformer2DModel` is made for inference: every block has its own label and time embeddings (750 M parameters
+in XL/2, 675 M in the paper) and drops labels independently in training, and no layer is initialised to zero. With the same weights both networks
+agree, which a test checks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DiT(nn.Module):
         self._start_as_in_the_paper()
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        """What the network predicts; without labels, for no class in particular."""
+        """The prediction; without labels, for "no class"."""
         if self.label is None and labels is not None:
             raise Mistake("this DiT knows no classes: leave the labels out, or build it with classes=...")
         if self.null is not None and labels is None:
@@ -86,7 +86,7 @@ class DiT(nn.Module):
         for module in (*self.time, self.label):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-        # every block starts as the identity, and the whole predicts zero
+        # every block starts as the identity, and the network predicts zero
         for layer in (*(block.modulation for block in self.modules() if isinstance(block, Block)), self.modulation, self.out):
             nn.init.zeros_(layer.weight)
 
@@ -105,7 +105,7 @@ class Block(nn.Module):
         self.modulation = nn.Linear(channels, 6 * channels)
 
     def forward(self, h: Tensor, cond: Tensor) -> Tensor:
-        """One block further."""
+        """The block's output."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(cond)[:, None].chunk(6, -1)
         qkv = self.qkv(self.norm1(h) * (1 + scale1) + shift1)
         q, k, v = qkv.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, N, D/heads)

@@ -18,7 +18,7 @@ def grid(shape: tuple[int, int, int], patch: int) -> tuple[int, int]:
 
 
 def heads(channels: int, head_channels: int) -> int:
-    """How many heads of that many channels attend; 0 makes one."""
+    """The number of attention heads of `head_channels` channels each; 0 makes a single head."""
     if head_channels < 0 or (head_channels and channels % head_channels):
         raise Mistake(f"head_channels={head_channels} must divide channels={channels}; 0 makes one head")
     return channels // (head_channels or channels)

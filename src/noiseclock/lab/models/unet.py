@@ -26,10 +26,10 @@ class UNet(nn.Module):
     """x (B, C, H, W), t (B,), labels (B,) -> (B, C, H, W).
 
     `net` is the diffusers model, which can be saved and loaded by itself. The settings are those of google/ddpm-cifar10-32: attention on the
-    chosen levels and always in the middle, convolutions to change the size, group norm. LDM's U-Nets differ in nothing that matters.
+    chosen levels and always in the middle, convolutions for down- and upsampling, group norm. LDM's U-Nets do not differ in anything that matters.
 
-    adm: as in ADM (Dhariwal & Nichol, 2105.05233): time and class scale and shift what the second norm of a residual block gives, and residual blocks
-    change the size. Its heads have 64 channels.
+    adm: as in ADM (Dhariwal & Nichol, 2105.05233): time and class scale and shift the output of a residual block's second norm, and residual blocks
+    do the down- and upsampling. ADM's heads have 64 channels.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class UNet(nn.Module):
             up_block_types=tuple("AttnUpBlock2D" if yes else up for yes in reversed(attends)),
             attention_head_dim=head_channels or None,
             norm_num_groups=groups,
-            attn_norm_num_groups=groups,  # or diffusers would leave the norm of ADM's attention in the middle out
+            attn_norm_num_groups=groups,  # or diffusers would omit the norm of ADM's middle attention
             dropout=dropout,
             num_class_embeds=None if classes is None else classes + 1,
             **(ADM if adm else DDPM),
@@ -76,7 +76,7 @@ class UNet(nn.Module):
         self._start_as_ddpm()
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        """What the network predicts; without labels, for no class in particular."""
+        """The prediction; without labels, for "no class"."""
         if self.null is None and labels is not None:
             raise Mistake("this U-Net knows no classes: leave the labels out, or build it with classes=...")
         if self.null is not None and labels is None:
@@ -85,7 +85,7 @@ class UNet(nn.Module):
         return out
 
     def _start_as_ddpm(self) -> None:
-        # diffusers leaves these at torch's defaults; DDPM starts with every residual branch, and the output, at zero
+        # DDPM initialises the last layer of every residual branch, and the output layer, to zero; diffusers keeps torch's defaults
         last = [self.net.conv_out]
         for module in self.net.modules():
             if isinstance(module, ResnetBlock2D):
@@ -98,7 +98,7 @@ class UNet(nn.Module):
 
 
 def _check(shape: tuple[int, int, int], channels: int, multipliers: tuple[int, ...], attention: tuple[int, ...], head_channels: int) -> None:
-    """Raise where diffusers would build something else in silence, or fail at the first batch."""
+    """Raise where diffusers would silently build something else, or fail at the first batch."""
     _, height, width = shape
     if channels < 4 or channels % 2:
         raise Mistake(f"channels must be an even number of at least 4, for the embedding of t, got {channels}")
@@ -114,7 +114,7 @@ def _check(shape: tuple[int, int, int], channels: int, multipliers: tuple[int, .
     for side in attention:
         if side not in heights:
             raise Mistake(f"attention at height {side} never happens; this U-Net works at heights {', '.join(map(str, heights))}")
-    # the middle, as wide as the last level, always attends
+    # the middle block, as wide as the last level, always has attention
     attended = {channels * m for m, side in zip(multipliers, heights, strict=True) if side in attention} | {channels * multipliers[-1]}
     uneven = sorted(wide for wide in attended if head_channels and wide % head_channels)
     if head_channels < 0 or uneven:

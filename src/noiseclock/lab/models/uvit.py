@@ -1,8 +1,8 @@
 """U-ViT (Bao et al., 2209.12152, "All are Worth Words"), for pixels or latents.
 
-The time, the class or caption and the patches of the picture are tokens like each other, and the first half of the blocks reaches the second through
-long skip connections, as in a U-Net. Written from the paper: its defaults are no bias in queries, keys and values, the sines and cosines of the time
-as they are, and a 3×3 convolution at the end. (diffusers' `UVit2DModel` is another network, of a text-to-image model.)
+Time, class or caption, and the patches of the picture are all tokens, and long skip connections lead from the first half of the blocks to the second,
+as in a U-Net. Written from the paper, with its defaults: no bias in queries, keys and values, no MLP on the sinusoidal time embedding, and a 3×3
+convolution at the end. (diffusers' `UVit2DModel` is another network, of a text-to-image model.)
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from noiseclock.lab.models.recompute import way_through
 class UViT(nn.Module):
     """x (B, C, H, W), t (B,), labels (B,) or captions (B, L, D) -> (B, C, H, W).
 
-    blocks: the depth, half of it on either side of one block in the middle. The H of the released code has depth 28; these are the 29 layers of the
-    paper's Table 1, and 29 builds the same network.
+    blocks: the depth, half of it on either side of one middle block. H has depth 28 in the released code, which gives the 29 layers of the paper's
+    Table 1; 29 builds the same network.
 
-    empty: (L, D), the caption that stands for none, for a model of captions. Their tokens, one linear layer away, come before those of the picture,
-    as the paper has it for MS-COCO. A token of zeros is none: nothing attends to it. (The paper's model sees what the encoder makes of the filling.)
+    empty: (L, D), the empty caption, for a model of captions. A linear layer turns captions into tokens, which come before those of the picture, as
+    in the paper for MS-COCO. A token of zeros is padding: nothing attends to it. (The paper's model attends to the encoder's output for padding.)
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class UViT(nn.Module):
         self.before = 1 + (classes is not None) + (0 if empty is None else len(empty))  # tokens before those of the picture
         self.positions = nn.Parameter(torch.empty(self.before + rows * columns, channels))
         self.first = nn.ModuleList(Block(*size) for _ in range(half))
-        self.middle = nn.ModuleList([Block(*size)])  # a list, so that sharding finds it as it does the others
+        self.middle = nn.ModuleList([Block(*size)])  # a list, so that `shards.blocks` finds it
         self.second = nn.ModuleList(Block(*size, joins=True) for _ in range(half))
         self.norm = nn.LayerNorm(channels)
         self.out = nn.Linear(channels, patch * patch * colours)
@@ -67,7 +67,7 @@ class UViT(nn.Module):
         self._start_as_in_the_paper()
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        """What the network predicts; without labels, for no class in particular."""
+        """The prediction; without labels, for "no class", or for the empty caption."""
         if self.null is None and labels is not None:
             raise Mistake("this U-ViT knows no classes: leave the labels out, or build it with classes=...")
         if self.null is not None and labels is None:
@@ -95,7 +95,7 @@ class UViT(nn.Module):
         return out
 
     def _start_as_in_the_paper(self) -> None:
-        # which does not start at zero, other than DiT and DDPM; convolutions stay as torch starts them
+        # nothing is initialised to zero, unlike in DiT and DDPM; convolutions keep torch's defaults
         nn.init.trunc_normal_(self.positions, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -105,9 +105,9 @@ class UViT(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block, norms first: h (B, N, D) -> (B, N, D). joins: it reads an earlier block's output too.
+    """A pre-norm transformer block: h (B, N, D) -> (B, N, D). joins: it also takes the output of an earlier block.
 
-    seen: bool (B, 1, 1, N), the tokens that are attended to; all unless given.
+    seen: bool (B, 1, 1, N), the attention mask; by default all tokens are attended to.
     """
 
     def __init__(self, channels: int, heads: int, dropout: float, joins: bool = False) -> None:
@@ -121,7 +121,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, seen: Tensor | None = None, earlier: Tensor | None = None) -> Tensor:
-        """One block further."""
+        """The block's output."""
         if self.join is not None and earlier is not None:
             h = self.join(torch.cat([h, earlier], 2))
         q, k, v = self.qkv(self.norm1(h)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, N, D/heads)
