@@ -63,7 +63,7 @@ BRIEF = {"updates": 20_000, "warmup": 500, "ema": 0.999}
 CONTINUOUS = {**BRIEF, "channels": 64, "batch": 128}
 PROBED = ("adaptive.scaled", "adaptive.scaled+min-snr", "lookahead", "lookahead:target=min-snr+min-snr")
 
-QUEUE = [  # grouped by the question that they answer
+QUEUE = [  # in the order of what they decide
     # each method at its best of three learning rates
     Part("cifar10-sprint-5k", (*PROBED, "variance-optimal+min-snr"), lrs=(0.0002,), until=5_000, changes={"updates": 5_000}),
     Part(LINEAR, PROBED, lrs=(0.0008,), until=5_000),
