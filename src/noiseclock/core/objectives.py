@@ -66,9 +66,9 @@ class Objective(ABC):
     def scale(self, level: Level) -> Tensor:
         """s²·(squared error of this target)/(squared error of x0), see the module's table."""
 
-    def model_input(self, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        """The model's input for x_t: x_t itself, except under EDM's preconditioning."""
-        return x_t
+    def model_input(self, noised: Tensor, a: Tensor, s: Tensor) -> Tensor:
+        """The model's input for noised data a·x0 + s·eps: the same, except under EDM's preconditioning."""
+        return noised
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Preconditioned(Objective):
     def _norm(self, a: Tensor, s: Tensor) -> Tensor:
         return (s**2 + (a * self.sigma_data) ** 2).sqrt()
 
-    def model_input(self, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        return x_t / self._norm(a, s)
+    def model_input(self, noised: Tensor, a: Tensor, s: Tensor) -> Tensor:
+        return noised / self._norm(a, s)
 
     def target(self, x0: Tensor, noise: Tensor, a: Tensor, s: Tensor) -> Tensor:
         # (x0 - c_skip·x)/c_out with x = x0 + σ·noise, with the fractions cleared so that nothing is divided by s
