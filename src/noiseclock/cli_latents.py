@@ -72,7 +72,7 @@ def train_autoencoder(argv: list[str]) -> int:
         console.print(f"{folder} has already made its {options.updates:,} updates; give --updates a larger number to go on")
     else:
         console.print(f"{folder}: an AutoencoderKL after {last.step:,} updates in {last.seconds / 60:.1f} minutes, held-out PSNR {found:.2f} dB")
-    same = ("" if options.size is None else f" --size {options.size}") + (" --flip" if options.flip else "")  # as in its training
+    same = ("" if options.size is None else f" --size {options.size}") + (" --flip" if options.flip else "")  # as in training
     console.print(f"next: noiseclock encode {options.data}{same} --autoencoder {folder} --out LATENTS")
     return 0
 

@@ -45,7 +45,7 @@ def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
 
 
 def told_held_out(recipe: Recipe, held_out: Data, *, warn: bool = True) -> bool:
-    """Does the model get the labels or captions of held-out images? If a conditional model's have none, it gets the null class, with a warning."""
+    """Does the model get the labels or captions of held-out images? If they have none, a conditional model gets the null class, with a warning."""
     if recipe.conditional and held_out.labels is None and warn:
         untrained = "" if recipe.drop_labels else ", which it has not learned to be, because drop_labels is 0"
         warnings.warn(f"{held_out.name} has no labels, so the model is measured there as one that is told no class{untrained}", stacklevel=2)

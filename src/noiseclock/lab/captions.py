@@ -305,7 +305,7 @@ def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | to
 
 
 def refuse_other_encoder(net: Any, weights: Mapping[str, Tensor | Stored]) -> None:
-    """Raise a Mistake if a checkpoint was trained on captions that another encoder embedded than the captions of the current data."""
+    """Raise a Mistake unless the same encoder embedded the captions that a checkpoint was trained on and those of the current data."""
     known = weights.get("null")
     known = known.whole() if isinstance(known, Stored) else known
     if isinstance(net.null, Tensor) and known is not None and not _alike(known, net.null):

@@ -2,7 +2,7 @@
 
     score = clip_score(pictures, captions, CLIP("encoders/clip-vit-large-patch14"))      # the mean of 100·cos over the pictures
 
-Pictures are preprocessed like in CLIP's own processor, but with torch: the shorter side resized (bicubic), cropped to the centre, normalised.
+Pictures are preprocessed as in CLIP's own processor, but with torch: the shorter side resized (bicubic), cropped to the centre, normalised.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Train every method, seed and learning rate under one recipe, into one folder of results.
 
-    for event in compare("digits", recipe("digits"), ["uniform", "min-snr", "adaptive"], seeds=[0, 1, 2], folder="results/digits"): ...
+    plan = Plan("digits", recipe("digits"), ("uniform", "min-snr", "adaptive"), seeds=(0, 1, 2), lrs=(1e-3,), every=500)
+    for event in compare(plan, "results/digits"): ...
 
 A cell is one training: a method, a learning rate and a seed. Cells of one seed see the same images in the same order and start from the same
 weights. A finished cell is never run again; a killed cell resumes from its checkpoint. Several processes, even on several machines, may work on
@@ -319,7 +320,7 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
 
 
 def _made_with(folder: Path, device: torch.device, resumed: bool) -> dict[str, Any]:
-    """The "made with" of a cell. If it is resumed on another machine or with other threads, both are named, because its time is of neither alone."""
+    """The "made with" of a cell. If it is resumed on another machine or with other threads, both are named: its time is from both."""
     made = surroundings(device, 1)
     with suppress(OSError, ValueError, KeyError, TypeError):
         before = str(json.loads((folder / "cell.json").read_bytes())["made with"]["machine"])
@@ -359,7 +360,7 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
 
 
 def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until: int | None = None) -> int:
-    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. If both have a cell, the further one is kept.
+    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. If both have a cell, keeps the further trained.
 
     until: as in `compare`. Raises what `compare` would raise, before anything is copied, and Busy if another process trains a cell of `folder`.
     """

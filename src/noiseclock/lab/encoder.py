@@ -48,7 +48,7 @@ class Encoder:
         self.tokenizer = tokenizer_of(self.folder)
         self.name = f"{self.folder.resolve().name} ({ENCODERS[kind]})"
         own = getattr(self.model.config, "max_position_embeddings", None) or self.tokenizer.model_max_length
-        if length is None and own > 10_000:  # transformers stands for "no limit" with a huge number
+        if length is None and own > 10_000:  # transformers writes "no limit" as a huge number
             raise Mistake(f"the encoder in {folder} does not say how long captions can be; give the length in tokens")
         if length is not None and not 2 <= length <= own:
             raise Mistake(f"captions of {length} tokens do not suit the encoder in {folder}; take 2 to {own}")

@@ -354,7 +354,7 @@ class Run:
         return mean, norm
 
     def _fast_update(self, captured: CapturedUpdate, stream: Iterator[tuple[Tensor, Tensor | None]], lr: float) -> tuple[float, float]:
-        """Like `_plain_update`, as one CUDA graph. Reading loss and norm waits for the device, so this is done only where they are needed."""
+        """Like `_plain_update`, as one CUDA graph. Reading loss and norm waits for the device; if nothing needs them, returns those last read."""
         x0, labels = next(stream)
         cond = self._condition(labels, 0)
         if self.clock.due:
