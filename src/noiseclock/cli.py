@@ -1,8 +1,8 @@
-"""The command line: `noiseclock train | sample | evaluate | export | compare | report | analyze | watch | recipes | doctor`, and those for latents
-and captions.
+"""The command line: `noiseclock train | sample | evaluate | export | compare | report | analyze | watch | recipes | doctor`, and the commands for
+latents and captions.
 
-Exit status: 0 for success, 2 for a mistake of the user's, 1 for a run that could not go on, 130 after Ctrl-C and 143 after SIGTERM. Imports are
-inside the commands: help should not wait for diffusers.
+Exit status: 0 for success, 2 for a mistake of the user, 1 for a run that failed, 130 after Ctrl-C and 143 after SIGTERM. Each command imports what
+it needs, so that --help does not import diffusers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ USAGE = """noiseclock: which noise level a diffusion model trains on next, and w
 
 Add --help to any of them for its options."""
 
-console = Console(highlight=False, markup=False, soft_wrap=True)  # no markup: a path may have square brackets
+console = Console(highlight=False, markup=False, soft_wrap=True)  # no markup: a path may contain square brackets
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 NEEDS_RECIPE = "`noiseclock recipes` lists the recipes; `noiseclock train digits --help` shows the options of one."
 Options = TypeVar("Options")
@@ -58,100 +58,100 @@ Folder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER", he
 
 @dataclass(frozen=True)
 class Train:
-    """Train a recipe, or go on with it. Every setting of the recipe is an option."""
+    """Train a recipe, or resume its training. Every setting of the recipe is an option."""
 
     recipe: tyro.conf.OmitArgPrefixes[Any]
     out: str = ""
     """folder of the run; runs/RECIPE unless given"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
     shard: bool = False
     """spread the model over all processes (FSDP2) instead of copying it (DDP)"""
     dry_run: bool = False
-    """show what would be done"""
+    """print data, model and settings without training"""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Pictures from a training, by its averaged weights."""
+    """Sample pictures from the averaged weights of a training."""
 
     folder: Folder
     out: str = "samples.png"
     """.png for a grid, .npz for an array, else a folder of PNG files"""
     count: int = 64
-    """how many"""
+    """number of pictures"""
     label: tuple[int, ...] = ()
-    """numbers of classes to make pictures of, in turn; all of them unless given"""
+    """classes, as numbers, used in turn; all classes unless given"""
     prompt: tuple[str, ...] = ()
-    """captions to make pictures of, in turn; those of held-out images unless given"""
+    """captions, used in turn; those of held-out images unless given"""
     encoder: str = ""
-    """folder of the text encoder, for a prompt"""
+    """folder of the text encoder; needed for a prompt"""
     solver: str | None = None
     """ddpm, ddim (or euler), heun or dpm++; the recipe's unless given"""
     steps: int | None = None
-    """of the solver; the recipe's unless given"""
+    """steps of the solver; the recipe's unless given"""
     guidance: float = 1.0
-    """classifier-free guidance, of a conditional model"""
+    """scale of classifier-free guidance, for a conditional model; 1 for none"""
     seed: int = 0
-    """of the noise"""
+    """seed of the noise"""
     batch: int = 256
-    """pictures at a time"""
+    """pictures per batch"""
     step: int | None = None
-    """of the checkpoint; the newest unless given"""
+    """update of the checkpoint; the newest unless given"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
 
 
 @dataclass(frozen=True)
 class Embed:
-    """Embed the captions of a folder of pictures, which captions.jsonl in it holds; train on them with --data captions:OUT --conditional."""
+    """Embed the captions in PICTURES/captions.jsonl with a text encoder; train on them with --data captions:OUT --conditional."""
 
     pictures: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PICTURES", help="folder of pictures, with captions.jsonl in it")]
     encoder: str
     """folder of a CLIP text model or a T5 encoder, with its tokenizer"""
     out: str
-    """folder to be written"""
+    """folder for the embedded captions"""
     length: int | None = None
-    """tokens of a caption; the encoder's own unless given"""
+    """tokens per caption; the encoder's maximum unless given"""
     batch: int = 64
-    """captions at a time"""
+    """captions per forward pass"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """How good a training is, by its averaged weights; figures are printed, and written to FOLDER/evaluations."""
+    """Evaluate the averaged weights of a training; results are printed, and written to FOLDER/evaluations."""
 
     folder: Folder
     samples: int = 10_000
-    """pictures for the distances; 0 leaves those out"""
+    """samples for FID or Fréchet distance, KID, precision and recall; 0 leaves these out"""
     reference: str = "train"
-    """split of the data that they are compared with"""
+    """split of the data to compare samples with"""
     solver: str | None = None
     """ddpm, ddim (or euler), heun or dpm++; the recipe's unless given"""
     steps: int | None = None
-    """of the solver; the recipe's unless given"""
+    """steps of the solver; the recipe's unless given"""
     guidance: float = 1.0
-    """classifier-free guidance, of a conditional model"""
+    """scale of classifier-free guidance, for a conditional model; 1 for none"""
     vlb_images: int = 500
-    """held-out images for the bits per dimension; 0 leaves those out"""
+    """held-out images for bits per dimension; 0 leaves these out"""
     vlb_steps: int | None = 100
-    """steps of the bound that each of them takes; None for all"""
+    """steps of the variational bound evaluated per image; None for all"""
     clip: str = ""
-    """folder of a CLIP model, for the CLIP score of a model of captions"""
+    """folder of a CLIP model, for the CLIP score of a model trained on captions"""
     clip_samples: int = 1000
-    """pictures of captions of held-out images for it"""
+    """pictures for the CLIP score, from captions of held-out images"""
     resize: str = "pytorch"
-    """how Inception sees pictures: pytorch, as pytorch-fid does, or tensorflow"""
+    """how pictures are resized for Inception: pytorch, as in pytorch-fid, or tensorflow"""
     seed: int = 0
-    """of the samples"""
+    """seed of the samples"""
     batch: int = 256
-    """pictures at a time"""
+    """pictures per batch"""
     step: int | None = None
-    """of the checkpoint; the newest unless given"""
+    """update of the checkpoint; the newest unless given"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Export:
     folder: Folder
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT", help="the folder to be written")]
     step: int | None = None
-    """of the checkpoint; the newest unless given"""
+    """update of the checkpoint; the newest unless given"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,7 +200,7 @@ def train(argv: list[str]) -> int:
 
     name = argv[0]
     options = _parsed(Train, argv[1:], f"noiseclock train {name}", default=Train(entry_of(name).recipe))
-    recipe(name)  # which may not be able to run; its settings can be looked at all the same
+    recipe(name)  # after parsing, so that --help works even for a recipe that cannot run
     folder = Path(options.out or f"runs/{name}")
     _check_device(options.device)
     if options.dry_run:
@@ -225,7 +225,7 @@ def _dry_run(recipe: Recipe, folder: Path) -> int:
     from noiseclock.lab.models import count
 
     data, clock = load(recipe.data, size=recipe.size), recipe.clock()
-    with torch.device("meta"):  # counted, not made
+    with torch.device("meta"):  # no memory: parameters are only counted
         parameters = count(network(recipe, data, clock))
     shape = "x".join(str(n) for n in data.shape)
     console.print(f"folder      {folder}")
@@ -239,12 +239,12 @@ def _dry_run(recipe: Recipe, folder: Path) -> int:
 
 
 def _followed(updates: Iterable[Record], recipe: Recipe) -> Record | None:
-    """Show a training as it goes: a bar on a terminal, lines now and then elsewhere."""
+    """Show the progress of a training: a bar on a terminal, else about 20 lines. Returns the last record."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
     last, first, mean, seen = None, None, 0.0, 0
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # a narrow terminal cuts this column, and no other
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # a narrow terminal truncates this column only
     columns = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", table_column=rest))
     lines = max(recipe.updates // 20, 1)
     with Progress(*columns, console=console, disable=not console.is_terminal, expand=True) as bar:
@@ -252,8 +252,8 @@ def _followed(updates: Iterable[Record], recipe: Recipe) -> Record | None:
         for last in updates:
             if first is None:
                 first = last
-                bar.reset(task, completed=last.step)  # what an earlier run has done must not count as speed
-            if math.isfinite(last.loss):  # the others were skipped
+                bar.reset(task, completed=last.step)  # updates of an earlier run must not count in the speed
+            if math.isfinite(last.loss):  # updates with another loss were skipped
                 seen += 1
                 mean += (last.loss - mean) * max(0.02, 1 / seen)
             seconds, images = last.seconds - first.seconds, last.images - first.images
@@ -284,7 +284,7 @@ def sample(argv: list[str]) -> int:
     from noiseclock.lab.trained import opened
 
     device, out = _check_device(options.device), Path(options.out)
-    pictures.form_of(out)  # mistakes in it are said before, not after hours of sampling
+    pictures.form_of(out)  # raises a Mistake before, not after, hours of sampling
     pictures.refuse_full(out)
     run = opened(options.folder, step=options.step, device=device, images=False)
     if options.encoder and not options.prompt:
@@ -301,7 +301,7 @@ def sample(argv: list[str]) -> int:
 
 
 def _asked(options: Sample, net: Any, device: str) -> Any:
-    """The classes (m,) or embedded captions (m, L, D) to make pictures of; None for those that there are."""
+    """The classes (m,) or embedded captions (m, L, D) to sample; None for the default: all classes, or the captions of held-out images."""
     import torch
 
     from noiseclock.lab.captions import prompted
@@ -418,12 +418,12 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _results() -> ModuleType:
-    """The commands about comparisons, in a file of their own."""
+    """The module of the commands about comparisons."""
     return import_module("noiseclock.cli_results")
 
 
 def _latents() -> ModuleType:
-    """The commands about latents, likewise."""
+    """The module of the commands about latents."""
     return import_module("noiseclock.cli_latents")
 
 
@@ -444,7 +444,7 @@ def _check_device(name: str | None) -> str:
 
 
 class _bar:
-    """A progress bar on a terminal, told how much is done."""
+    """A progress bar on a terminal; entering it gives a function that takes the amount done."""
 
     def __init__(self, text: str, total: int) -> None:
         from rich.progress import Progress
@@ -454,7 +454,7 @@ class _bar:
 
     def __enter__(self) -> Callable[..., None]:
         self._bar.start()
-        return lambda done, total=None: self._bar.update(self._task, completed=done, total=total)  # a total of None stays as it was
+        return lambda done, total=None: self._bar.update(self._task, completed=done, total=total)  # with None, rich keeps the total
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()

@@ -1,4 +1,4 @@
-"""More of the command line: `noiseclock train-autoencoder | encode`."""
+"""The commands about latents: `noiseclock train-autoencoder | encode`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from noiseclock.lab.autoencoder_settings import Settings
 
 PICTURES = "digits, mnist, cifar10, folder:PATH, hf:NAME_OR_PATH or captions:PATH"
 Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA", help=f"pictures: {PICTURES}")]
-LINES = 20  # of progress, where there is no terminal
+LINES = 20  # lines of progress if the output is not a terminal
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAutoencoder(Settings):
-    """Train a small AutoencoderKL by L1 and a little KL divergence; run it again to go on. The folder is one that diffusers loads."""
+    """Train a small AutoencoderKL with an L1 loss and a small KL term; run it again to resume. diffusers can load the folder."""
 
     data: Data
     out: str
     """folder of the autoencoder"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
 
     def __post_init__(self) -> None:
-        """Settings of their own are checked, outside of the parser, which would put its own words around the sentence."""
+        """No checks within the parser, which would wrap their messages in its own; the Settings made from these options are checked instead."""
 
 
 @dataclass(frozen=True)
 class Encode:
-    """Write the latents of pictures into a folder, to be trained on as latents:FOLDER. Run it again to go on, or to mend what is damaged."""
+    """Write the latents of pictures into a folder, to train on with --data latents:FOLDER. Run it again to resume, or to replace damaged files."""
 
     data: Data
     autoencoder: str
@@ -43,13 +43,13 @@ class Encode:
     size: int | None = None
     """side to which folder, hf and captions pictures are cropped and resized"""
     flip: bool = False
-    """the mirrored pictures too, without which a training cannot flip"""
+    """encode the mirrored pictures too; a training with flip needs them"""
     batch: int = 32
-    """pictures at a time"""
+    """pictures per forward pass"""
     shard_size: int = 4096
-    """pictures of one file"""
+    """pictures per file"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
 
 
 def train_autoencoder(argv: list[str]) -> int:
@@ -72,7 +72,7 @@ def train_autoencoder(argv: list[str]) -> int:
         console.print(f"{folder} has already made its {options.updates:,} updates; give --updates a larger number to go on")
     else:
         console.print(f"{folder}: an AutoencoderKL after {last.step:,} updates in {last.seconds / 60:.1f} minutes, held-out PSNR {found:.2f} dB")
-    same = ("" if options.size is None else f" --size {options.size}") + (" --flip" if options.flip else "")  # as it has seen them
+    same = ("" if options.size is None else f" --size {options.size}") + (" --flip" if options.flip else "")  # as in training
     console.print(f"next: noiseclock encode {options.data}{same} --autoencoder {folder} --out LATENTS")
     return 0
 

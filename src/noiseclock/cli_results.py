@@ -1,4 +1,4 @@
-"""More of the command line: `noiseclock compare | report | analyze | watch`."""
+"""The commands about comparisons and measurements: `noiseclock compare | report | analyze | watch`."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ REPLACED = ("sampler", "weighting", "correct", "lr", "seed", "save_every", "vali
 
 @dataclass(frozen=True)
 class Compare:
-    """Train every method with every seed under one recipe, evaluate on the way, and say what the choice buys. Run it again to go on.
+    """Train every method with every seed under one recipe, evaluate them during training, and report what the choice gains. Run it again to resume.
 
     Every other setting of the recipe is an option too: see `noiseclock train RECIPE --help`.
     """
 
     recipe: RecipeName
     samplers: tuple[str, ...] = METHODS
-    """methods, the first of which is the baseline: a sampler, a weighting or both, e.g. speed:k=5 adaptive+min-snr lsm@importance"""
+    """methods, the first is the baseline; each a sampler, a weighting or both, e.g. speed:k=5 adaptive+min-snr lsm@importance"""
     seeds: int = 3
-    """how many"""
+    """number of seeds"""
     lr: tuple[float, ...] = ()
-    """learning rates, each for every method; the recipe's unless given"""
+    """learning rates; every method is trained with each; the recipe's unless given"""
     every: int | None = None
     """updates between evaluations; about a quarter of all unless given"""
     samples: int = 1000
-    """pictures in each evaluation; 0 for none"""
+    """pictures per evaluation; 0 for none"""
     vlb_images: int = 100
     """held-out images for bits per dimension; 0 for none"""
     until: int | None = None
-    """stop each training after the evaluation at that update, to drop methods that lag; run again without, and the named ones go on"""
+    """stop each training after the evaluation at this update; to continue only the best methods, run again with these and without --until"""
     out: str = ""
     """folder of the results; results/RECIPE unless given"""
     jobs: int = 1
-    """trainings at a time, which share the cores; small networks gain from it"""
+    """trainings in parallel, which share the CPU cores; faster for small networks"""
     shard: str = "1/1"
-    """i/n: the i-th of n machines, which takes every n-th training"""
+    """i/n: this is the i-th of n machines, and takes every n-th training"""
     merge: tuple[str, ...] = ()
-    """results folders of other machines, to be joined to this one first"""
+    """results folders of other machines, to copy into this one first"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found, as one page."""
+    """Write the results of a comparison as one page."""
 
     results: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RESULTS", help="folder of a comparison")]
     out: str | None = None
-    """the file, or the folder of the figures; beside the results unless given"""
+    """the file to write, or the folder for figures; beside the results unless given"""
     format: str = "html"
     """html, markdown or png"""
     at: int | None = None
-    """as of that update, at which trainings that were stopped there count too; the last common one unless given"""
+    """report the results at this update, also for trainings stopped there; the last update that all have reached unless given"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Watch:
 
     folder: Folder
     port: int = 8765
-    """of 127.0.0.1"""
+    """port on 127.0.0.1"""
     open: bool = False
     """open a browser"""
 
@@ -106,7 +106,7 @@ def _plan(options: Compare, base: Any) -> Plan:
 
     if options.seeds < 1 or options.jobs < 1:
         raise Mistake(f"a comparison needs at least one seed and one job, got {options.seeds} and {options.jobs}")
-    evenly = [n for n in range(10, 0, -1) if base.updates % n == 0]  # so many evaluations, the last of them after the last update
+    evenly = [n for n in range(10, 0, -1) if base.updates % n == 0]  # numbers of evaluations that divide the updates evenly
     every = base.updates // min(evenly, key=lambda n: abs(n - 4)) if options.every is None else options.every
     return Plan(
         options.recipe, base, options.samplers, tuple(range(options.seeds)), options.lr or (base.lr,), every, samples=options.samples,
@@ -122,10 +122,10 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _followed(events: Iterable[Event], updates: int, cells: int) -> bool:
-    """Show a comparison, or this machine's share of it, as it goes. False where trainings failed and none came to its end."""
+    """Show the progress of a comparison, or of this machine's shard. False if trainings failed and none finished."""
     reached: dict[Any, int] = {}
     failed = False
-    finished = set()  # not a number: with several workers, each of them comes across a cell that one has finished
+    finished = set()  # a set, not a count: every worker reports a finished cell
     columns = (BarColumn(24), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"0 of {cells} trainings", total=cells * updates)
@@ -176,7 +176,7 @@ def _summary(folder: Path, at: int | None) -> None:
 
 
 def _fitting(table: statistics.Table, width: int) -> dict[str, list[str]]:
-    """The columns of a table, the telling ones first, as many as fit into the terminal."""
+    """The columns of a table, the most important first, as many as fit into the terminal."""
     parts = dict(zip(table.headings, zip(*table.lines, strict=True), strict=True))
     names = {
         "method": "method", table.headings[2]: "mean ± spread", table.headings[4]: f"against {table.baseline} (95 %)", "verdict": "verdict",
@@ -203,17 +203,17 @@ def report(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Analyze:
-    """The papers' measurements on a recipe, trained in short stages, or on a checkpoint: figures and their data."""
+    """Make the papers' measurements on a recipe, trained in short stages, or on a checkpoint; writes figures and their data."""
 
     recipe: RecipeName
     out: str = ""
-    """folder for them; analysis/RECIPE unless given"""
+    """folder for the figures; analysis/RECIPE unless given"""
     checkpoint: str | None = None
-    """folder of a training to be measured instead"""
+    """folder of a training to measure instead"""
     quick: bool = False
-    """a rough look in a minute or two"""
+    """rough measurements, in a minute or two"""
     device: str | None = None
-    """cpu or cuda; what there is unless given"""
+    """cpu or cuda; None for cuda if available, else cpu"""
 
 
 def analyze(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What `noiseclock train-autoencoder` is told; apart from the training itself, because help must not wait for diffusers."""
+"""The settings of `noiseclock train-autoencoder`, in a module of their own so that --help does not import diffusers."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from noiseclock.lab.recipes import LARGEST_SEED, PRECISIONS
 
 @dataclass(frozen=True)
 class Settings:
-    """One autoencoder. data: as of a recipe."""
+    """The training of one autoencoder. data: as in a recipe, without latents."""
 
     data: str
     size: int | None = None
     """side to which folder, hf and captions pictures are cropped and resized"""
     flip: bool = False
-    """mirror half of the pictures"""
+    """mirror each picture with probability 1/2"""
     channels: int = 32
-    """width at the pictures' own size; up to four times that below"""
+    """channels at full resolution; at lower resolutions up to four times as many"""
     latent_channels: int = 4
-    """of the latents"""
+    """channels of the latents"""
     factor: int = 8
-    """by which their side is smaller: 2, 4, 8 ..."""
+    """downsampling factor from pictures to latents: 2, 4, 8 ..."""
     updates: int = 20_000
-    """optimiser updates in all"""
+    """total number of optimiser updates"""
     batch: int = 32
-    """pictures of one update"""
+    """pictures per update"""
     lr: float = 3e-4
     """Adam's learning rate"""
     kl: float = 1e-6
     """weight of the KL divergence"""
     seed: int = 0
-    """of weights, order and noise"""
+    """seed of the initial weights, the order of the pictures and the noise"""
     precision: str = "fp32"
     """fp32 or bf16 (autocast)"""
     save_every: int = 500
-    """updates between checkpoints, each with its PSNR on held-out pictures"""
+    """updates between checkpoints; each measures the PSNR on held-out pictures"""
 
     def __post_init__(self) -> None:
         for name in ("latent_channels", "batch", "updates", "save_every"):
@@ -54,7 +54,7 @@ class Settings:
         choose("precision", self.precision, PRECISIONS)
 
     def network(self, shape: tuple[int, int, int]) -> Any:
-        """The autoencoder of pictures (C, H, W): each halving doubles the channels, up to four times the first."""
+        """The autoencoder for pictures (C, H, W): each halving of the side doubles the channels, up to four times `channels`."""
         from diffusers import AutoencoderKL
 
         halvings = self.factor.bit_length() - 1

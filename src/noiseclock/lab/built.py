@@ -1,4 +1,4 @@
-"""What a recipe describes, built: its data, its network, and samples of it."""
+"""Build what a recipe describes: its data, network and optimiser, and samples from the network."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from noiseclock.lab.models import build, time_scale
 from noiseclock.lab.processes import all_or_none
 from noiseclock.lab.recipes import Recipe
 
-WORTH_COMPILING = 200_000  # steps of single pictures
+WORTH_COMPILING = 200_000  # pictures times solver steps from which compiling pays
 
 
 def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
-    """The training images and the held-out ones. Rank 0 goes first: it may have to download them."""
+    """The training images and the held-out images. Rank 0 loads first, because it may have to download them."""
     found: list[Data] = []
     for main_process in (True, False):
         with all_or_none(accelerator):
@@ -33,7 +33,7 @@ def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
 
 
 def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
-    """The network of a recipe, for its data."""
+    """The network of a recipe, with input shape and conditioning for its data."""
     if recipe.conditional and data.classes is None and data.texts is None:
         raise Mistake(f"{data.name} has no classes, so a model of it cannot be conditional")
     empty = data.texts.empty if recipe.conditional and data.texts is not None else None
@@ -45,7 +45,7 @@ def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
 
 
 def told_held_out(recipe: Recipe, held_out: Data, *, warn: bool = True) -> bool:
-    """Is the model told the labels or captions of held-out images? A conditional one is told "no class" where they have none, and that is said."""
+    """Does the model get the labels or captions of held-out images? If they have none, a conditional model gets the null class, with a warning."""
     if recipe.conditional and held_out.labels is None and warn:
         untrained = "" if recipe.drop_labels else ", which it has not learned to be, because drop_labels is 0"
         warnings.warn(f"{held_out.name} has no labels, so the model is measured there as one that is told no class{untrained}", stacklevel=2)
@@ -57,11 +57,11 @@ def sampled(
     solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
     asked: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver; of a conditional one, of the classes (m,) or embedded captions (m, L, D)
-    that are `asked` for in turn, else of all classes in turn or of the captions of held-out images; of latents, decoded.
+    """n samples of a network, uint8 (n, C, H, W), by the recipe's solver unless `solver` and `steps` say otherwise; latents are decoded.
 
-    On a GPU every batch has the same size, `batch` at most, because a graph belongs to one; the network is compiled where the recipe says so and
-    there are enough steps to pay for the minute that it takes.
+    asked: classes (m,) or embedded captions (m, L, D) for a conditional network, used in turn; if None, all classes in turn or the captions of
+    held-out images. On a GPU every batch has the same size, at most `batch`, because a CUDA graph has fixed shapes. The network is compiled if the
+    recipe says so and there are enough solver steps to pay for the minute of compiling.
     """
     solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
     device, wanted = torch.device(device), n
@@ -79,7 +79,7 @@ def sampled(
     elif recipe.conditional:
         labels = data.texts.held_out(n) if data.texts is not None else torch.arange(n) % data.classes if data.classes else None
     null = net.null if labels is not None else None
-    # without a cache: a captured graph would read casts that are gone
+    # without autocast's cache: a captured graph would read cached casts that have been freed
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):
         return generate(
             predict, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
@@ -89,13 +89,13 @@ def sampled(
 
 
 def optimizer_for(recipe: Recipe, *groups: list[nn.Parameter], **how: Any) -> torch.optim.Optimizer:
-    """The recipe's optimiser of some groups of parameters. how: settings that depend on the machine."""
+    """The recipe's optimiser for some groups of parameters. how: options that depend on the machine, such as `fused`."""
     make = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
     options: dict[str, Any] = {"lr": recipe.lr, "betas": recipe.betas, "weight_decay": recipe.weight_decay, **how}
     return make([{"params": group} for group in groups], **options)
 
 
 def placed(net: Any, device: torch.device | str) -> Any:
-    """The network on a device, with its convolutions in the order of memory that they are fast in there."""
+    """The network on a device, on a GPU in the memory format channels_last, in which convolutions are faster."""
     device = torch.device(device)
     return net.to(device, memory_format=torch.channels_last) if device.type == "cuda" else net.to(device)

@@ -3,12 +3,12 @@
     embed("pictures", "encoders/clip", "pictures-clip")        what `noiseclock embed` does
     data = load("captions:pictures-clip")                      pictures, and data.texts with their embedded captions
 
-Beside the pictures lies captions.jsonl, a line for each: {"file": "train/1.jpg", "caption": "a red circle"}, where the caption may be a list, and a
+The folder of pictures holds captions.jsonl with lines such as {"file": "train/1.jpg", "caption": "a red circle"}. A caption may be a list, and a
 file may have several lines. The embedded set is a folder of
 
-    index.json              the encoder, L and D, where the pictures are, the checksum of each file
-    captions.jsonl          a line for each row of the embeddings
-    empty.safetensors       the empty caption: what a model is told where the caption is withheld
+    index.json              the encoder, L and D, the folder of the pictures, the checksum of each file
+    captions.jsonl          one line for each row of the embeddings
+    empty.safetensors       the empty caption: the null condition, when the caption is dropped
     00000.safetensors ...   `tokens` float16 (n, L, D) and `mask` bool (n, L) of up to `SHARD` captions
 """
 
@@ -36,16 +36,16 @@ from noiseclock.lab.sources import Folder
 from noiseclock.lab.stored import Stored
 
 CAPTIONS, INDEX, EMPTY = "captions.jsonl", "index.json", "empty.safetensors"
-BEGUN = "begun.json"  # in the folder that becomes the embedded set: the files that are whole, and what they are made of
-SHARD = 8192  # captions of one file: 1 GB of CLIP ViT-L/14's
-SAME = 0.02  # by which two devices may differ in an embedding of order one
+BEGUN = "begun.json"  # in the unfinished folder: the complete files with their checksums, and what they are made of
+SHARD = 8192  # captions per file: 1 GB with CLIP ViT-L/14
+SAME = 0.02  # largest difference between two devices for an embedding of order one
 
 
 # --- writing ------------------------------------------------------------------------------------------------------------------------------
 
 
 def read_captions(file: Path) -> list[tuple[str, str]]:
-    """(picture, caption) of every line, pictures as paths relative to the file's folder."""
+    """All pairs (picture, caption) of a captions.jsonl; pictures are paths relative to the file's folder."""
     if not file.is_file():
         raise Mistake(f'there is no {file}; write one, with a line {{"file": "1.png", "caption": "a red circle"}} for each picture')
     try:
@@ -53,7 +53,7 @@ def read_captions(file: Path) -> list[tuple[str, str]]:
     except UnicodeDecodeError as error:
         raise Mistake(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start:,}); save it as that") from error
     found = []
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut a caption in two at characters that JSON may hold
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at characters that are legal within a JSON string
         if not line.strip():
             continue
         try:
@@ -79,10 +79,10 @@ def embed(
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Write the embedded captions of a folder of pictures into the new folder `out`; returns how many there are.
+    """Write the embedded captions of a folder of pictures into the new folder `out`; returns the number of captions.
 
-    It is there when it is whole. A run that was stopped goes on after its last whole file when it is run again, from a hidden folder beside `out`.
-    length: tokens of a caption; the encoder's own unless given. progress: told how many are done.
+    `out` appears when it is complete; until then the files are in a hidden folder beside it. After an interruption, the same call continues after
+    the last complete file. length: tokens per caption, by default the encoder's maximum. progress: called with the number of captions done.
     """
     pictures, out = Path(pictures).expanduser(), Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -114,7 +114,7 @@ def embed(
             lines = [json.dumps({"file": file, "caption": caption}, ensure_ascii=False) for file, caption in rows]
             (unfinished / CAPTIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
             files[CAPTIONS] = checksum(unfinished / CAPTIONS)
-            # relative: the two folders may be moved together
+            # a relative path, so that the two folders can be moved together
             place = os.path.relpath(pictures.resolve(), out.resolve())
             index = {"encoder": encode.name, "length": encode.length, "width": empty.tokens.shape[2], "captions": len(rows), "shard": SHARD}
             write_json(unfinished / INDEX, {**index, "pictures": place, "sha256": files})
@@ -130,14 +130,14 @@ def embed(
 
 
 def _kept(unfinished: Path, made_of: Mapping[str, Any]) -> tuple[dict[str, str], int]:
-    """The files, with their checksums, that a run which was stopped has left of the same, and how many captions it has cut off; all else goes."""
+    """What an interrupted run with the same inputs has left: its files with checksums, and its number of cut captions. Deletes all other files."""
     files, cut = {}, 0
     try:
         begun = json.loads((unfinished / BEGUN).read_bytes())
         if begun["made of"] == made_of and all(checksum(unfinished / name) == known for name, known in begun["sha256"].items()):
             files, cut = dict(begun["sha256"]), int(begun["cut"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # there is none, or a damaged one
+        pass  # begun.json is missing or damaged
     for path in unfinished.iterdir():
         if path.name not in (*files, BEGUN, ".lock"):
             path.unlink()
@@ -159,7 +159,7 @@ def _write(path: Path, embedded: Embedded) -> str:
 
 
 class EmbeddedSet:
-    """The folder that `embed` wrote. Each of its files is checked when it is first used, and embeddings stay on the disk."""
+    """The folder that `embed` wrote. The checksum of each file is verified at its first use; embeddings stay on disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -178,7 +178,7 @@ class EmbeddedSet:
         self._open: dict[str, Embedded] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a worker process maps the files itself
+        return {**self.__dict__, "_open": {}}  # each worker process maps the files itself
 
     @cached_property
     def rows(self) -> list[tuple[str, str]]:
@@ -194,7 +194,7 @@ class EmbeddedSet:
         return self._tensors(EMPTY).seen()[0]
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """(n, L, D) float16: the captions of these rows (n,), zero behind the end of each."""
+        """(n, L, D) float16: the embedded captions of these rows (n,), zero after the last token of each."""
         out = torch.empty((len(rows), self.length, self.width), dtype=torch.float16)
         shards = rows // self.shard
         for shard in sorted(set(shards.tolist())):
@@ -204,7 +204,7 @@ class EmbeddedSet:
         return out
 
     def _tensors(self, name: str) -> Embedded:
-        """What a file holds, mapped into memory."""
+        """The tensors of a file, mapped into memory."""
         if name not in self._open:
             with safe_open(self._checked(name), "pt") as file:
                 self._open[name] = Embedded(file.get_tensor("tokens"), file.get_tensor("mask"))
@@ -218,10 +218,10 @@ class EmbeddedSet:
 
 
 class Texts:
-    """The embedded captions of the images of one split, in its order.
+    """The embedded captions of the images of one split, in the order of its images.
 
-    first, count: int64 (N,), the row of an image's first caption and how many follow each other. examples: int64 (M,), the rows of the first
-    captions of the held-out images, which samples are made of.
+    order: the rows of the embedded set, sorted by image. first, count: int64 (N,), the position in `order` of an image's first caption, and its
+    number of captions. examples: int64 (M,), the row of the first caption of each held-out image; samples are generated from these.
     """
 
     def __init__(self, embedded: EmbeddedSet, order: Tensor, first: Tensor, count: Tensor, examples: Tensor) -> None:
@@ -232,12 +232,12 @@ class Texts:
 
     @property
     def empty(self) -> Tensor:
-        """(L, D) float16: the empty caption, which a model is told where the caption is withheld."""
+        """(L, D) float16: the empty caption, the null condition of a model."""
         return self._embedded.empty
 
     @cached_property
     def known_by(self) -> str:
-        """Letters that stand for the pictures and their captions, in this order, whatever embedded them."""
+        """A hash of the picture names and their captions, in this order; it does not depend on the encoder."""
         total, rows = hashlib.sha256(), self._order.tolist()
         for first, count in zip(self._first.tolist(), self._count.tolist(), strict=True):
             total.update(json.dumps([self._embedded.rows[row] for row in rows[first : first + count]]).encode())
@@ -249,23 +249,23 @@ class Texts:
         return self._embedded[self._order[self._first[images] + place]]
 
     def held_out(self, n: int) -> Tensor:
-        """(n, L, D) float16: captions of held-out images, in turn."""
+        """(n, L, D) float16: the embedded captions of held-out images, repeated if there are fewer than n."""
         return self._embedded[self._examples[torch.arange(n) % len(self._examples)]]
 
     def held_out_words(self, n: int) -> list[str]:
-        """The same n captions, to be read."""
+        """The same n captions as text."""
         return [self._embedded.rows[self._examples[i % len(self._examples)]][1] for i in range(n)]
 
 
 class Captioned(Folder):
-    """The pictures of an embedded set as a source of images, whose labels are their numbers, by which `texts` finds their captions."""
+    """The pictures of an embedded set as a source of images. The label of an image is its index, with which `texts` finds its captions."""
 
     def __init__(self, place: Path, split: str) -> None:
         embedded = EmbeddedSet(place)
         super().__init__(embedded.pictures, split)
         self.place = place
         names = np.array([os.fsencode(file) for file, _ in embedded.rows])
-        order = np.argsort(names, kind="stable")  # the captions of one picture, in a row
+        order = np.argsort(names, kind="stable")  # puts the captions of one picture next to each other
         sorted_names = names[order]
 
         def rows(source: Folder) -> tuple[Tensor, Tensor]:
@@ -287,11 +287,11 @@ class Captioned(Folder):
         return self if self.split == "train" else Captioned(self.place, "train")
 
 
-# --- what a model is asked for ------------------------------------------------------------------------------------------------------------
+# --- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
 def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | torch.device = "cpu") -> Tensor:
-    """(n, L, D) float16: prompts as this network was told its captions, by the same encoder."""
+    """(n, L, D) float16: the prompts, embedded by the encoder that embedded the network's training captions."""
     if not isinstance(net.null, Tensor):
         raise Mistake("this model was not trained on captions, so it understands no prompt; leave the prompt out")
     if not encoder:
@@ -305,7 +305,7 @@ def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | to
 
 
 def refuse_other_encoder(net: Any, weights: Mapping[str, Tensor | Stored]) -> None:
-    """A mistake where a checkpoint's weights have learned captions that another encoder embedded than those of the data at hand."""
+    """Raise a Mistake unless the same encoder embedded the captions that a checkpoint was trained on and those of the current data."""
     known = weights.get("null")
     known = known.whole() if isinstance(known, Stored) else known
     if isinstance(net.null, Tensor) and known is not None and not _alike(known, net.null):
@@ -313,7 +313,7 @@ def refuse_other_encoder(net: Any, weights: Mapping[str, Tensor | Stored]) -> No
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Are these the empty caption (L, D) of one encoder? Two devices round differently."""
+    """Do these two embeddings (L, D) of the empty caption come from one encoder? Equal up to `SAME`, because devices round differently."""
     if one.shape != other.shape:
         return False
     one, other = one.cpu().float(), other.cpu().float()

@@ -1,8 +1,8 @@
-"""The CLIP score: how well pictures fit their captions, as a CLIP model in a folder on this machine sees it.
+"""The CLIP score: how well pictures match their captions, by a CLIP model in a local folder.
 
-    score = clip_score(pictures, captions, CLIP("encoders/clip-vit-large-patch14"))      # 100·cos, its mean over the pictures
+    score = clip_score(pictures, captions, CLIP("encoders/clip-vit-large-patch14"))      # the mean of 100·cos over the pictures
 
-Pictures are prepared as CLIP's own processor does it, with torch: the shorter side resized with bicubic interpolation, cropped to the centre, scaled.
+Pictures are preprocessed as in CLIP's own processor, but with torch: the shorter side resized (bicubic), cropped to the centre, normalised.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from noiseclock.lab.encoder import kind_of, loaded, tokenized, tokenizer_of
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.evaluate import made_by
 
-# of the pixels that CLIP was trained on (2103.00020's code), where the folder has no preprocessor_config.json that says otherwise
+# of the pixels that CLIP was trained on (code of 2103.00020), used if the folder has no preprocessor_config.json
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
 class ClipScore:
-    """The mean of 100·cos between pictures and captions, its standard error, how many there were, by what model, and how they were made.
+    """The mean of 100·cos between pictures and captions, its standard error, the number of pictures, the CLIP model, and how they were sampled.
 
-    known_by: letters that stand for the model's weights, because two may lie in folders of one name.
+    known_by: a hash of the CLIP model's weights, because two models may be in folders of the same name.
     """
 
     mean: float
@@ -47,7 +47,7 @@ class ClipScore:
 
 
 class CLIP:
-    """A whole CLIP model, text and pictures, in evaluation mode."""
+    """A CLIP model with both its text and its image encoder, in evaluation mode."""
 
     def __init__(self, folder: str | Path, *, device: str | torch.device = "cpu") -> None:
         self.folder, self.device = Path(folder).expanduser(), torch.device(device)
@@ -60,7 +60,7 @@ class CLIP:
 
     @torch.no_grad()
     def cosines(self, pictures: Tensor, captions: Sequence[str]) -> Tensor:
-        """(n,) float64: the cosines between pictures uint8 (n, 3, H, W) and as many captions."""
+        """(n,) float64: the cosine similarity of each picture, uint8 (n, C, H, W), with its caption."""
         config = self.model.config
         pixels = prepared(pictures.to(self.device), config.vision_config.image_size, self._mean, self._std)
         given = tokenized(self.tokenizer, captions, config.text_config.max_position_embeddings).to(self.device)
@@ -69,14 +69,14 @@ class CLIP:
 
 
 def prepared(pictures: Tensor, side: int, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> Tensor:
-    """(n, 3, side, side) float32, as CLIP sees pictures uint8 (n, C, H, W); grey ones count as three equal colours."""
+    """CLIP's input, float32 (n, 3, side, side), for pictures uint8 (n, C, H, W); a single grey channel is repeated three times."""
     if pictures.shape[1] == 1:
         pictures = pictures.expand(-1, 3, -1, -1)
     height, width = pictures.shape[2:]
     shorter = min(height, width)
     size = height * side // shorter, width * side // shorter
     pixels = pictures.float()
-    # along the rows, then along the columns, each rounded to bytes, as in Pillow, which resized the images that CLIP has seen
+    # first the width, then the height, each rounded to bytes, as in Pillow, which resized CLIP's training images
     for step in ((height, size[1]), size):
         if pixels.shape[2:] != step:
             pixels = functional.interpolate(pixels, step, mode="bicubic", antialias=True).round().clamp(0, 255)
@@ -89,7 +89,7 @@ def prepared(pictures: Tensor, side: int, mean: Sequence[float] = MEAN, std: Seq
 def clip_score(
     pictures: Tensor, captions: Sequence[str], clip: CLIP, *, batch: int = 64, solver: str | None = None, steps: int | None = None
 ) -> ClipScore:
-    """Of pictures uint8 (n, C, H, W), each with its own caption. solver, steps: how they were made, for the record."""
+    """The CLIP score of pictures uint8 (n, C, H, W), each with its own caption. solver, steps: how they were sampled, for the record."""
     if len(pictures) != len(captions) or not captions:
         raise Mistake(f"a CLIP score needs a caption for each picture, got {len(captions)} for {len(pictures)}")
     parts = range(0, len(captions), batch)
@@ -99,7 +99,7 @@ def clip_score(
 
 
 def _scaling(file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the pixels that the model expects."""
+    """The pixel mean and standard deviation that the model expects, from its preprocessor_config.json if there is one."""
     if not file.is_file():
         return MEAN, STD
     try:

@@ -1,10 +1,11 @@
-"""Every method, seed and learning rate under one recipe, into one folder of results.
+"""Train every method, seed and learning rate under one recipe, into one folder of results.
 
-    for event in compare("digits", recipe("digits"), ["uniform", "min-snr", "adaptive"], seeds=[0, 1, 2], folder="results/digits"): ...
+    plan = Plan("digits", recipe("digits"), ("uniform", "min-snr", "adaptive"), seeds=(0, 1, 2), lrs=(1e-3,), every=500)
+    for event in compare(plan, "results/digits"): ...
 
 A cell is one training: a method, a learning rate and a seed. Cells of one seed see the same images in the same order and start from the same
-weights. A cell that is finished is never run again, one that was killed goes on from its checkpoint. Several processes, on several machines even,
-may work on one folder at a time: each cell is locked by the one that runs it. The layout of the folder is told in `lab/results.py`.
+weights. A finished cell is never run again; a killed cell resumes from its checkpoint. Several processes, even on several machines, may work on
+one folder at the same time: the process that runs a cell locks it. `lab/results.py` describes the layout of the folder.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import Record, train
 from noiseclock.lab.trained import opened
 
-LEAST_SAMPLES = 4  # precision and recall look at the third neighbour
-USEFUL_IMAGES, USEFUL_BINS, USEFUL_PROBES = 128, 16, 8  # for which noise levels help, once a training is done
-GROWS = ("methods", "seeds", "lrs")  # more of which may join a comparison
+LEAST_SAMPLES = 4  # precision and recall use the third nearest neighbour
+USEFUL_IMAGES, USEFUL_BINS, USEFUL_PROBES = 128, 16, 8  # for `utility_over_time` at the end of a training
+GROWS = ("methods", "seeds", "lrs")  # a comparison may be extended by more of these
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, and how it is looked at.
+    """What is compared, and how it is evaluated.
 
-    recipe: its name. base: the recipe itself, whose sampler, weighting, learning rate and seed the cells replace. methods: the first is the
-    baseline. every: updates between evaluations. samples: pictures in each, 0 for none. vlb_images: for bits per dimension, 0 for none;
-    latents have none.
+    recipe: its name. base: the recipe itself; the cells replace its sampler, weighting, learning rate and seed. methods: the first is the
+    baseline. every: updates between evaluations. samples: pictures per evaluation, 0 for none. vlb_images: images for bits per dimension, 0 for
+    none; for latents, bits per dimension are never computed.
     """
 
     recipe: str
@@ -86,11 +87,11 @@ class Plan:
         if self.every < 1 or self.base.updates % self.every:
             raise Mistake(f"evaluations every {self.every} updates do not end with the last of {self.base.updates}; choose a divisor of it")
         for cell in self.cells():
-            cell.recipe(self)  # its mistakes are this plan's
+            cell.recipe(self)  # raises a Mistake if the recipe of a cell is invalid
         self.refuse_twins(self.methods)
 
     def refuse_twins(self, methods: Sequence[str]) -> None:
-        """Raise if two of these are one method in other words: it would be trained twice, and each counted as evidence beside the other."""
+        """Raise if two of these names mean the same method: it would be trained twice, and its results counted as independent evidence."""
         found: dict[str, str] = {}
         for method in methods:
             first = found.setdefault(repr(applied(method, self.base).clock()), method)
@@ -98,11 +99,11 @@ class Plan:
                 raise Mistake(f"{first} and {method} are the same method; name it once, as {first}")
 
     def cells(self) -> list[Cell]:
-        """All of them, in the order in which they are run: whole seeds first, so that a comparison cut short still compares."""
+        """All cells in the order in which they run: one seed after the other, so that an interrupted comparison still compares all methods."""
         return [Cell(method, lr, seed) for seed, lr, method in product(self.seeds, self.lrs, self.methods)]
 
     def config(self) -> dict[str, Any]:
-        """What compare.json holds, apart from where it was made. changed: the settings in which it is not the recipe of that name."""
+        """The content of compare.json, except "made with". changed: the settings that differ from the named recipe."""
         mine = {name: value for name, value in asdict(self).items() if name not in ("base", "recipe")}
         settings, usual = self.base.settings(), entry_of(self.recipe).recipe.settings()
         changed = [name for name, value in settings.items() if value != usual[name] and name not in OF_THE_CELL]
@@ -118,19 +119,19 @@ class Cell(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """A folder's name: readable, of safe characters, and different for every cell."""
+        """The name of the cell's folder: readable, of safe characters, and different for every cell."""
         readable = re.sub(r"[^A-Za-z0-9.+@-]+", "_", self.method)[:60]
         return f"{readable}-{sha256(self.method.encode()).hexdigest()[:6]}--lr-{self.lr}--seed-{self.seed}"
 
     def recipe(self, plan: Plan) -> Recipe:
-        """What is trained."""
+        """The recipe that this cell trains."""
         mine = applied(self.method, plan.base)
         every = plan.every
         return replace(mine, lr=self.lr, seed=self.seed, track=(), save_every=every, validate_every=every, sample_every=every)
 
 
 class Event(NamedTuple):
-    """Something that happened in a cell: an update, or the evaluation after it, or why it could not go on; none of them if it was finished before."""
+    """Something that happened in a cell: an update, an evaluation or a failure; none of these if the cell was already finished."""
 
     cell: Cell
     record: Record | None = None
@@ -141,21 +142,21 @@ class Event(NamedTuple):
 def compare(
     plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
 ) -> Iterator[Event]:
-    """Run every cell that is not finished and that no one else is running; yields what happens.
+    """Run every cell that is not finished and that no other process is running; yields an Event for all that happens.
 
-    shard: (i, n) takes every n-th cell only, for machines that share no disk; put their folders together afterwards with `merge`. until: stop each
-    cell after the evaluation at that update; run those that are worth it again, without or with a later one, and they go on.
+    shard: (i, n) takes every n-th cell only, for machines that share no disk; `merge` joins their folders afterwards. until: stop each cell after
+    the evaluation at that update. To continue the promising methods, call it again with these, without `until` or with a later one.
     """
     folder, until = Path(folder), _until(plan, until)
     begin(plan, folder, device)
-    with listening() as wish:  # a training that is done does not grant it any more
+    with listening() as wish:  # for a signal that comes when a cell's training has ended and no longer reacts to it
         for cell in plan.cells()[shard[0] :: shard[1]]:
             try:
                 with lock(folder / "locks" / cell.slug):
                     yield from run(plan, cell, folder / "cells" / cell.slug, device, until)
             except Busy:
                 continue
-            except Failure as error:  # a method that diverges is a result: the others go on, and it counts as not finished
+            except Failure as error:  # a diverged method is a result too: it counts as not finished, and the other cells continue
                 yield Event(cell, failure=str(error))
             wish.grant()
 
@@ -170,7 +171,7 @@ def _until(plan: Plan, until: int | None) -> int:
 def by_workers(
     plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
 ) -> Iterator[Event]:
-    """`compare` with so many processes at a time, which share the cores: a small network does not keep more than one of them busy."""
+    """`compare` with `jobs` parallel processes, which share the CPU cores: a small network does not use more than one core well."""
     if jobs == 1:
         yield from compare(plan, folder, shard=shard, device=device, until=until)
         return
@@ -184,7 +185,7 @@ def by_workers(
         worker.start()
     with ExitStack() as stack:
         wish = stack.enter_context(listening())
-        wish.patient = True  # with what the workers have not saved
+        wish.patient = True  # the workers may have updates that are not saved yet
         stack.callback(_end, workers)
         working = jobs
         while working:
@@ -209,7 +210,7 @@ def by_workers(
 def _end(workers: Sequence[Any]) -> None:
     for worker in workers:
         if worker.is_alive():
-            worker.terminate()  # it saves, and stops
+            worker.terminate()  # the worker saves a checkpoint and stops
     for worker in workers:
         worker.join()
 
@@ -217,22 +218,22 @@ def _end(workers: Sequence[Any]) -> None:
 def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None, until: int | None) -> None:
     torch.set_num_threads(threads)
     threading.Thread(target=_outlived, daemon=True).start()
-    warnings.showwarning = lambda message, *_: events.put(UserWarning(str(message)))  # one process writes to the terminal
+    warnings.showwarning = lambda message, *_: events.put(UserWarning(str(message)))  # only the parent process writes to the terminal
     try:
         for event in compare(plan, folder, shard=shard, device=device, until=until):
             events.put(event)
         events.put(None)
     except (Mistake, Failure) as error:
         events.put(error)
-    except (KeyboardInterrupt, SystemExit) as end:  # asked to stop; what it still has to tell may have no listener any more, and must not keep it
+    except (KeyboardInterrupt, SystemExit) as end:  # stopped: do not wait until the parent has read the queue
         events.cancel_join_thread()
         sys.exit(130 if isinstance(end, KeyboardInterrupt) else end.code)
-    except Exception as error:  # whatever it is, the others should not wait for this one
+    except Exception as error:  # of any kind: the parent must not wait for this worker
         events.put(Failure(f"a worker stopped with {type(error).__name__}: {error}"))
 
 
 def _outlived() -> None:
-    """End this worker, with a checkpoint, when the process that started it is gone, however it went."""
+    """Stop this worker, with a checkpoint, when its parent process has ended for any reason."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -240,7 +241,7 @@ def _outlived() -> None:
 
 
 def begin(plan: Plan, folder: Path, device: str | None) -> None:
-    """Write compare.json, or check that the folder's is of this comparison; more methods, seeds and learning rates may join."""
+    """Write compare.json; an existing one must be of the same comparison, and is extended by new methods, seeds and learning rates."""
     check(plan, folder)
     made = surroundings(_where(device), 1)
     with _changing(folder):
@@ -249,7 +250,7 @@ def begin(plan: Plan, folder: Path, device: str | None) -> None:
 
 @contextmanager
 def _changing(folder: Path) -> Iterator[None]:
-    """To be held from reading compare.json to writing it: two processes that begin at once would each leave out what the other adds."""
+    """Lock compare.json from reading to writing: of two processes that start together, one would overwrite what the other has added."""
     _make(folder)
     with lock(folder / "locks" / "compare.json", wait=True):
         yield
@@ -265,17 +266,17 @@ def _where(device: str | None) -> torch.device:
 
 
 def check(plan: Plan, folder: Path) -> None:
-    """Raise what is to be refused, before anything is written."""
+    """Raise a Mistake if this comparison cannot run in `folder`, before anything is written."""
     latents = load(plan.base.data, size=plan.base.size) if plan.base.data.startswith("latents:") else None
     pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
     refuse_among(plan.base.data, folder)
     _joined(plan, folder)
     if plan.samples and pictures not in classifier.DATA:
-        network_for(pictures)  # its weights may be missing, and the first evaluation comes late
+        network_for(pictures)  # its weights may be missing; without this check, the first evaluation would notice, hours later
 
 
 def _joined(plan: Plan, folder: Path) -> dict[str, Any]:
-    """What compare.json is to hold: this plan, and what the folder's holds already, which must be of the same comparison."""
+    """The new content of compare.json: this plan, joined with the existing compare.json, which must be of the same comparison."""
     mine: dict[str, Any] = plain(plan.config())
     if not (folder / "compare.json").exists():
         return mine
@@ -288,13 +289,13 @@ def _union(known: list[Any], more: list[Any]) -> list[Any]:
 
 
 def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) -> Iterator[Event]:
-    """Train one cell up to an update, or go on with it, and evaluate it on the way."""
+    """Train one cell up to the update `until`, or resume it, and evaluate it every `plan.every` updates."""
     if (folder / "finished.json").exists() or (until < plan.base.updates and until in _lines(folder / "points.jsonl")):
         yield Event(cell)
         return
     folder.mkdir(parents=True, exist_ok=True)
     recipe, where = cell.recipe(plan), _where(device)
-    good = checkpoint.newest(folder)  # from which `train` goes on, whatever is damaged
+    good = checkpoint.newest(folder)  # `train` resumes from this, the newest undamaged checkpoint
     reached = int(good.name.rpartition("-")[2]) if good else 0
     record = None
     if reached < until or not (folder / "cell.json").exists():
@@ -302,10 +303,10 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
         due = reached > 0 and reached % plan.every == 0
-        if due and reached not in _lines(folder / "points.jsonl"):  # stopped between a checkpoint and its evaluation
+        if due and reached not in _lines(folder / "points.jsonl"):  # an earlier run was stopped between a checkpoint and its evaluation
             yield Event(cell, point=evaluate(plan, folder, reached, points, where))
         with closing(train(recipe, folder, device=device)) as updates:
-            # of one that has come to its end, what it had no time to draw
+            # a cell that has made all its updates also calls `train`, which draws the last sample grid if that is missing
             for record in updates if reached < until or reached == plan.base.updates else ():
                 yield Event(cell, record)
                 if record.step % plan.every == 0:
@@ -319,7 +320,7 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
 
 
 def _made_with(folder: Path, device: torch.device, resumed: bool) -> dict[str, Any]:
-    """What a cell is made with. One that goes on elsewhere, or in more threads, has the time of no machine alone, and says so."""
+    """The "made with" of a cell. If it is resumed on another machine or with other threads, both are named: its time is from both."""
     made = surroundings(device, 1)
     with suppress(OSError, ValueError, KeyError, TypeError):
         before = str(json.loads((folder / "cell.json").read_bytes())["made with"]["machine"])
@@ -329,7 +330,7 @@ def _made_with(folder: Path, device: torch.device, resumed: bool) -> dict[str, A
 
 
 def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.device) -> dict[str, Any]:
-    """One line of points.jsonl: what the averaged weights are worth at a checkpoint. The loss is the one that the training has logged."""
+    """Evaluate the averaged weights at a checkpoint: one line of points.jsonl. The loss is taken from the training's log."""
     run = opened(folder, step=step, device=device)
     recipe, schedule = run.recipe, run.clock.schedule
     logged = _lines(folder / "log.jsonl", kind="validation").get(step)
@@ -340,10 +341,10 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
         held_out = load_images(recipe.data, split="test", size=recipe.size)
         point["bits"] = bits_per_dim(
             run.net, schedule, run.clock.objective, held_out, n=plan.vlb_images, steps=plan.vlb_steps, variance=recipe.variance,
-            conditional=told_held_out(recipe, held_out, warn=False), device=device,  # the training has warned
+            conditional=told_held_out(recipe, held_out, warn=False), device=device,  # the training has already warned
         ).mean  # fmt: skip
     if plan.samples:
-        known = pictured(run.data)  # first, because they may be gone
+        known = pictured(run.data)  # before sampling, because the pictures may have been removed
         images = sampled(run.net, recipe, run.clock, run.data, plan.samples, device=device)
         s = compare_images(images, known, solver=recipe.solver, steps=recipe.solver_steps, device=device)
         point |= {"frechet": s.frechet, "kernel": s.kernel.mean, "precision": s.precision, "recall": s.recall}
@@ -354,14 +355,14 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
         useful = utility_over_time(run.clock, run.net, run.optimizer(), x0, cond=cond, bins=USEFUL_BINS, probes=USEFUL_PROBES)
         point |= {"utility_time": useful.time.tolist(), "utility": useful.utility.tolist()}
     points.write(point)
-    points.sync()  # before a later checkpoint takes the place of the one that could be evaluated again
+    points.sync()  # synced before a later checkpoint replaces this one: afterwards it could not be evaluated again
     return point
 
 
 def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until: int | None = None) -> int:
-    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. Of two that both have, the further one stays.
+    """Copy the cells of other results folders of the same comparison into `folder`; returns how many. If both have a cell, keeps the further trained.
 
-    until: as in `compare`. What that would refuse is refused here, before anything is copied; Busy where another process trains a cell of `folder`.
+    until: as in `compare`. Raises what `compare` would raise, before anything is copied, and Busy if another process trains a cell of `folder`.
     """
     folder, copied = Path(folder), 0
     _until(plan, until)
@@ -379,7 +380,7 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
     for part in configs:
         for cell in sorted(path.parent for path in (part / "cells").glob("[!.]*/cell.json")):
             target = folder / "cells" / cell.name
-            with lock(folder / "locks" / cell.name):  # or a process that trains it would go on in the place of the further one, and remove that
+            with lock(folder / "locks" / cell.name):  # otherwise a process that trains this cell would overwrite the copy
                 if _reached(target) < _reached(cell):
                     _copy(cell, target)
                     copied += 1
@@ -389,7 +390,7 @@ def merge(plan: Plan, folder: str | Path, parts: Sequence[str | Path], *, until:
 
 
 def _copy(cell: Path, target: Path) -> None:
-    """One training in the place of another; cut short, it must not pass for one."""
+    """Replace one training by another, atomically: an interrupted copy must not look like a training."""
     unfinished = target.with_name(f".{target.name}.tmp")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -401,12 +402,12 @@ def _copy(cell: Path, target: Path) -> None:
 
 
 def _reached(cell: Path) -> tuple[bool, int, int]:
-    """How far a training came, to be compared with another: to its end, to which evaluation, to which checkpoint."""
+    """How far a training came, as a sort key: whether it is finished, its last evaluation, its last checkpoint."""
     return (cell / "finished.json").exists(), max(_lines(cell / "points.jsonl"), default=0), max(checkpoint.steps(cell), default=0)
 
 
 def _theirs(plan: Plan, folder: Path) -> dict[str, Any]:
-    """The folder's compare.json, which must be of this comparison."""
+    """The folder's compare.json; a Mistake if it is of another comparison."""
     theirs = _config(folder)
     if changes := difference(_fixed(plan.config()), _fixed(theirs), where=f"in {folder}"):
         raise Mistake(f"{folder} holds another comparison; choose another folder, or make the settings alike:\n{changes}")
@@ -431,12 +432,12 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same in all runs of one comparison, one entry a setting."""
+    """The settings that must be the same in all runs of one comparison, as one flat mapping."""
     apart = (*GROWS, "baseline", "changed", "settings", "made with")
     settings = {name: value for name, value in completed(config["settings"]).items() if name not in OF_THE_CELL}
     return {name: value for name, value in config.items() if name not in apart} | settings
 
 
 def _lines(path: Path, **wanted: Any) -> dict[int, dict[str, Any]]:
-    """The records of a log by step, those that have these values."""
+    """The records of a log that have these values, by step."""
     return {record["step"]: record for record in records(path) if "step" in record and wanted.items() <= record.items()}

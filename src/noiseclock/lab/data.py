@@ -1,9 +1,9 @@
-"""Images to train on: by name, in memory or on disk, and as an endless stream of batches.
+"""Training data by name, in memory or on disk, and as an endless stream of batches.
 
     data = load("cifar10")
     for x0, labels in batches(data, 128, seed=0, device="cuda", flip=True): ...
 
-Small sets are kept in memory and go to the training device as bytes; large ones are read by workers. Both give the same batches.
+Small sets are kept as bytes on the training device; worker processes read large sets from disk. Both give the same batches.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from noiseclock.lab.order import Order, flips, uniforms
 from noiseclock.lab.sources import SPLITS, Folder, Hub, Source, Unreadable
 
 IN_MEMORY = 2**30  # bytes of pixels; a larger set stays on disk
-IN_A_ROW = 100  # unreadable files one after the other: then it is the disk
+IN_A_ROW = 100  # so many unreadable files in a row mean that the disk has failed
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
     """Images in memory.
 
-    pixels: uint8 (N, C, H, W). labels: int64 (N,) or None. classes: how many there are, or None. skipped: files that could not be read.
-    texts: embedded captions, of the images that the labels name, or None.
+    pixels: uint8 (N, C, H, W). labels: int64 (N,) or None. classes: the number of classes, or None. skipped: number of unreadable files.
+    texts: embedded captions, or None; the labels are then the indices with which `texts` finds them.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Images:
 
 
 class Read(NamedTuple):
-    """Images read from disk: pixels uint8 (n, C, H, W), the indices (n,) that they have, and why others before them could not be read."""
+    """Images read from disk: pixels uint8 (n, C, H, W), their indices (n,), and for each unreadable image that was skipped its index and reason."""
 
     pixels: Tensor
     indices: Tensor
@@ -70,7 +70,7 @@ class Read(NamedTuple):
 
 
 class Files(Dataset[Tensor]):
-    """Images on disk, read when they are needed: `files[i]` is uint8 (C, H, W). What cannot be read is replaced by the next that can."""
+    """Images on disk, read when they are needed: `files[i]` is uint8 (C, H, W). An unreadable image is replaced by the next readable one."""
 
     def __init__(self, name: str, source: Source, shape: tuple[int, int, int]) -> None:
         self.name, self.source, self.shape = name, source, shape
@@ -80,7 +80,7 @@ class Files(Dataset[Tensor]):
 
     @property
     def skipped(self) -> int:
-        """Files that could not be read, so far."""
+        """The number of unreadable files so far."""
         return len(self._broken)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Files(Dataset[Tensor]):
         return self.counted(self.read([index])).pixels[0]
 
     def read(self, indices: Sequence[int]) -> Read:
-        """The images at these indices or after them. Nothing is noted here, because it may be a worker's copy that reads."""
+        """The images at these indices, or the next readable ones. Does not update `skipped`, because `self` may be a worker's copy."""
         pixels, found, broken = torch.empty((len(indices), *self.shape), dtype=torch.uint8), [], {}
         for place, index in enumerate(indices):
             for candidate in range(index, index + IN_A_ROW):
@@ -108,10 +108,10 @@ class Files(Dataset[Tensor]):
                 raise Failure(f"{IN_A_ROW} images in a row cannot be read, the last is {broken[candidate]}; is the disk still there?")
         return Read(pixels, torch.tensor(found, dtype=torch.int64), broken)
 
-    __getitems__ = read  # what a DataLoader calls with all indices of a batch
+    __getitems__ = read  # a DataLoader calls it with all indices of a batch
 
     def counted(self, read: Read) -> Read:
-        """`read`, with what was broken counted, and warned of once."""
+        """Return `read`, after adding its unreadable images to `skipped`; the first of them causes a warning."""
         if read.broken and not self._broken:
             reason = next(iter(read.broken.values()))
             warnings.warn(f"{self.name}: cannot read {reason}; the next image takes its place, here and wherever it happens again", stacklevel=2)
@@ -123,7 +123,7 @@ Data = Images | Files | Latents
 
 
 def load(name: str, *, split: str = "train", size: int | None = None) -> Data:
-    """The data of a split, "train" or "test": the images that `load_images` knows by name, or of latents:PATH the latents."""
+    """The data of a split, "train" or "test": latents for latents:PATH, else the images of `load_images`."""
     kind, colon, place = name.partition(":")
     if not colon or kind != "latents":
         return load_images(name, split=split, size=size)
@@ -137,9 +137,9 @@ def load(name: str, *, split: str = "train", size: int | None = None) -> Data:
 def load_images(name: str, *, split: str = "train", size: int | None = None) -> Images | Files:
     """The images of a split, "train" or "test".
 
-    name: digits, mnist, cifar10, folder:PATH (images, perhaps in folders by class), hf:NAME_OR_PATH (a Hugging Face dataset, which may have
-    other splits) or captions:PATH (images with embedded captions, see lab/captions.py). size: of these three, images
-    are cropped to the centre and resized to a square of it; else to the size of the first in "train".
+    name: digits, mnist, cifar10, folder:PATH (images, perhaps in one folder per class), hf:NAME_OR_PATH (a Hugging Face dataset, which may have
+    other splits) or captions:PATH (images with embedded captions, see lab/captions.py). size: for the last three, images are cropped to the
+    centre and resized to size x size; if None, to the size of the first image in "train".
     """
     kind, colon, place = name.partition(":")
     if colon and kind in ("folder", "hf", "captions"):
@@ -162,21 +162,21 @@ def load_images(name: str, *, split: str = "train", size: int | None = None) -> 
 
 
 def outlined(data: Data) -> dict[str, Any] | None:
-    """What a network that was trained on images must know of them to be sampled, as plain values; None for latents and captions, which it needs."""
+    """Name, shape and number of classes, which suffice to sample a model of images without them; None if sampling needs latents or captions."""
     if isinstance(data, Latents) or data.texts is not None:
         return None
     return {"name": data.name, "shape": list(data.shape), "classes": data.classes}
 
 
 def without_images(outline: Mapping[str, Any]) -> Images:
-    """The data of an outline, with no image in it."""
+    """A data set of no images, with the name, shape and classes of an outline."""
     return Images(outline["name"], torch.empty((0, *outline["shape"]), dtype=torch.uint8), classes=outline["classes"])
 
 
 def pictured(data: Data) -> Images | Files:
-    """The images themselves: of latents, those that they were made of, which must still be there.
+    """The images themselves; for latents, the original images, which must still exist.
 
-    Not the decoded latents: compared with those a model would look better than it is, by all that the autoencoder loses.
+    Decoded latents would not do as a reference: they hide the error of the autoencoder, so the model would look better than it is.
     """
     if not isinstance(data, Latents):
         return data
@@ -192,10 +192,10 @@ def pictured(data: Data) -> Images | Files:
 
 
 def gather(name: str, source: Source, size: int | None) -> Images | Files:
-    """All images of a source, decoded into memory where they fit into `IN_MEMORY`."""
+    """All images of a source, decoded into memory if they take at most `IN_MEMORY` bytes."""
     if len(source) == 0:
         raise Mistake(f"{name} has no images; give it some")
-    # of the training images in every split: a model that was trained on them must fit the others
+    # every split takes the shape of the training images, so that a model trained on them fits the other splits
     shape = first_shape(name, source.training()) if size is None else (3, size, size)
     if len(source) * shape[0] * shape[1] * shape[2] > IN_MEMORY:
         return Files(name, source, shape)
@@ -240,7 +240,7 @@ def first_shape(name: str, source: Source) -> tuple[int, int, int]:
 
 
 def nothing_readable(name: str, count: int, reason: str) -> Mistake:
-    """The mistake of a set in which every file is broken."""
+    """The Mistake for a set in which every file is unreadable."""
     return Mistake(f"{name}: none of the {count} images can be read, the first is {reason}; replace them")
 
 
@@ -256,12 +256,12 @@ def batches(
     flip: bool = False,
     workers: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Endless batches on `device`: images (batch, C, H, W), float32 in [-1, 1], or latents as a network sees them; and labels (batch,), captions
-    (batch, L, D) or None.
+    """Endless batches on `device`: images (batch, C, H, W), float32 in [-1, 1], or normalised latents; and labels (batch,), captions (batch, L, D)
+    or None.
 
-    Batch k of a rank holds the places (k·world_size + rank)·batch onwards of the order that `seed` gives. start: the first k, that is, how many
-    batches this rank has had. flip: mirror half of the images, by seed and place, which also choose one of an image's captions.
-    workers: processes that read `Files`, up to 4 unless given.
+    Batch k of a rank starts at place (k·world_size + rank)·batch of the order given by `seed`. start: the first k, that is, the number of batches
+    that this rank has already had. flip: mirror each image with probability 1/2. Flips, and the choice among an image's captions, depend only on
+    seed and place. workers: processes that read `Files`, by default one per CPU and at most 4.
     """
     for label, value, least in (("batch", batch, 1), ("start", start, 0), ("world_size", world_size, 1), ("workers", workers or 0, 0)):
         if value < least:
@@ -292,7 +292,7 @@ def _stream(
 
 
 def from_memory(data: Images, indices: Iterable[Tensor], device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Pixels on the device, which holds all of them, and labels."""
+    """Pixels on the device, which holds the whole set, and labels."""
     pixels = data.pixels.to(device)
     for index in indices:
         yield pixels[index.to(device, non_blocking=True)], None if data.labels is None else data.labels[index]
@@ -302,11 +302,11 @@ def from_disk(data: Files, indices: Iterable[Tensor], device: torch.device, work
     """Pixels on the device, read ahead by worker processes, and labels."""
     loader: DataLoader[Tensor] = DataLoader(
         data,
-        batch_sampler=(index.tolist() for index in indices),  # it never ends, and so needs no length
+        batch_sampler=(index.tolist() for index in indices),  # endless, so it needs no length
         num_workers=workers,
         collate_fn=as_it_is,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else it would draw its workers' seed from the global generator
+        generator=torch.Generator(),  # otherwise the DataLoader draws its workers' seed from the global generator
     )
     for read in loader:
         data.counted(read)
@@ -314,17 +314,17 @@ def from_disk(data: Files, indices: Iterable[Tensor], device: torch.device, work
 
 
 def as_it_is(read: Any) -> Any:
-    """Nothing to collate: a batch is read as a whole."""
+    """The collate function: nothing to do, because a batch is read as a whole."""
     return read
 
 
 def scaled(pixels: Tensor) -> Tensor:
-    """uint8 0..255 as float32 -1..1."""
+    """uint8 in 0..255 as float32 in [-1, 1]."""
     return pixels.float() / 127.5 - 1
 
 
 def head(data: Data, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
-    """The first n images (n, C, H, W), or as many as there are, scaled to [-1, 1], and their labels (n,), first captions (n, L, D) or
+    """The first n images (n, C, H, W), or all if there are fewer, scaled to [-1, 1], and their labels (n,), first captions (n, L, D) or
     None: a fixed batch of held-out data."""
     if isinstance(data, Latents):
         return data.head(n, device)
@@ -340,5 +340,5 @@ def head(data: Data, n: int, device: torch.device | str = "cpu") -> tuple[Tensor
 
 
 def cpus() -> int:
-    """How many processors this process may use."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,9 @@
-"""Encode pictures once, into a folder of latents to train on (see `lab/latents.py` for what lies there).
+"""Encode pictures once, into a folder of latents to train on (`lab/latents.py` describes its files).
 
     for done, of in encode("folder:data/faces", "autoencoders/faces", "data/faces-latents", size=128, flip=True): ...
 
-Shards are written whole or not at all, and noted in index.json one by one. Run the same again and it goes on after the last that is whole; one that
-has been damaged since is made anew. What comes out is, on one machine, the same to the byte as if nothing had happened.
+Each shard is written atomically and then recorded in index.json. After an interruption, the same call continues after the last complete shard and
+replaces damaged shards. On one machine the result is identical, byte for byte, to that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from noiseclock.lab.folder import checksum, difference, lock, sync, write_json
 from noiseclock.lab.latents import FORMAT, read_index
 from noiseclock.lab.sources import SPLITS
 
-MINE = (".lock", "autoencoder")  # beside the shards, in a folder whose run was killed before there was an index
+MINE = (".lock", "autoencoder")  # beside shards, what a run that was killed before it wrote index.json may leave in the folder
 
 
 class Shard(NamedTuple):
-    """The pictures from `start` to `stop` of a split, and where their latents go."""
+    """The pictures from `start` to `stop` (excluded) of a split, and the file of their latents."""
 
     split: str
     file: str
@@ -49,10 +49,10 @@ def encode(
     shard_size: int = 4096,
     device: str | torch.device = "cpu",
 ) -> Iterator[tuple[int, int]]:
-    """Write the latents of both splits of `data` into the folder `out`; yields how many pictures are done, of how many.
+    """Write the latents of both splits of `data` into the folder `out`; yields (pictures done, pictures in all).
 
-    coder: the folder of an autoencoder. size: as in `load`. flip: the mirrored pictures as well. batch: pictures at a time, on which the last bits
-    of the latents may depend. shard_size: pictures of one file.
+    coder: the folder of an autoencoder. size: as in `load`. flip: encode the mirrored pictures too. batch: pictures per forward pass; the last bits
+    of the latents may depend on it. shard_size: pictures per file.
     """
     if min(batch, shard_size) < 1:
         raise Mistake(f"batch and shard size must be at least 1, got {batch} and {shard_size}")
@@ -72,7 +72,7 @@ def encode(
     if train.texts is not None:
         made_of["captions"] = {split: found.texts.known_by for split, found in sets.items() if found.texts is not None}
     with lock(out):
-        for left in out.glob(".index.json.*.tmp"):  # by a run that was killed while it wrote
+        for left in out.glob(".index.json.*.tmp"):  # left by a run that was killed while it wrote index.json
             left.unlink()
         kept = _begin(out, index, coding)
         yield from _shards(out, index, kept, sets, coding, batch)
@@ -80,14 +80,14 @@ def encode(
 
 
 def _lasting(data: str) -> str:
-    """The name with the whole path, because whoever evaluates may stand elsewhere."""
+    """The name of the data with an absolute path, because an evaluation may start in another working directory."""
     kind, colon, place = data.partition(":")
     path = Path(place).expanduser()
     return f"{kind}:{path.resolve()}" if colon and path.exists() else data
 
 
 def _begin(out: Path, index: dict[str, Any], coding: Autoencoder) -> dict[str, dict[str, Any]]:
-    """Refuse a folder of other latents; returns the shards that it has, by file."""
+    """Raise a Mistake if the folder holds other latents or other files; returns the shards recorded in its index, by file name."""
     kept = {}
     if (out / "index.json").exists():
         before = read_index(out, whole=False)
@@ -104,7 +104,7 @@ def _begin(out: Path, index: dict[str, Any], coding: Autoencoder) -> dict[str, d
 def _shards(
     out: Path, index: dict[str, Any], kept: dict[str, dict[str, Any]], sets: dict[str, Images | Files], coding: Autoencoder, batch: int
 ) -> Iterator[tuple[int, int]]:
-    """Write what is missing, and note in the index what there is."""
+    """Write the missing and damaged shards, and record all of them in the index."""
     made_of, total, done = index["made of"], sum(map(len, sets.values())), 0
     planned = [
         Shard(split, f"{split}-{number:05d}.safetensors", start, min(start + made_of["shard size"], len(found)))
@@ -132,7 +132,7 @@ def _is_whole(path: Path, noted: dict[str, Any]) -> bool:
 
 
 def _pictures(shards: list[Shard], sets: dict[str, Images | Files], batch: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The pictures of these shards, uint8 (n, C, H, W) with n = batch at most, and their labels; a batch never reaches into the next shard."""
+    """The pictures of these shards, uint8 (n, C, H, W) with n at most `batch`, and their labels; no batch contains pictures of two shards."""
     for split, data in sets.items():
         rows = [rows for shard in shards if shard.split == split for rows in torch.split(torch.arange(shard.start, shard.stop), batch)]
         if isinstance(data, Images):
@@ -159,7 +159,7 @@ def _encoded(shard: Shard, stream: Iterator[tuple[Tensor, Tensor | None]], codin
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    """Under a name of its own, brought to the disk, then renamed."""
+    """Write a shard atomically: to a temporary file, synced to disk, then renamed."""
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
         save_file(tensors, unfinished)
@@ -175,7 +175,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def moments(tensors: dict[str, Tensor]) -> dict[str, list[float] | None]:
-    """Of a shard's latents by channel, the mirrored ones included: mean, variance, and the mean variance of the posteriors, "noise"."""
+    """Per channel of a shard's latents, including the mirrored ones: mean, variance, and "noise", the mean variance of the posteriors."""
 
     def joined(kind: str) -> Tensor:
         return torch.cat([tensor for name, tensor in tensors.items() if name.removeprefix("mirrored.") == kind]).double()
@@ -187,7 +187,7 @@ def moments(tensors: dict[str, Tensor]) -> dict[str, list[float] | None]:
 
 
 def statistics(shards: list[dict[str, Any]]) -> dict[str, list[float] | None]:
-    """Mean and std by channel of all latents of these shards, and their mean noise."""
+    """Per channel of all latents of these shards: mean, std and "noise" (see `moments`)."""
     share = torch.tensor([shard["count"] for shard in shards], dtype=torch.float64)
     share = (share / share.sum())[:, None]
     means, variances = (torch.tensor([shard[name] for shard in shards], dtype=torch.float64) for name in ("mean", "variance"))

@@ -1,9 +1,9 @@
-"""A text encoder from a folder on this machine: captions become tokens that a network can attend to.
+"""A text encoder from a local folder: it turns captions into tokens for a network's attention.
 
     encode = Encoder("encoders/clip-vit-large-patch14")
     embedded = encode(["a red circle", ""])              # embedded.tokens (2, 77, 768), embedded.mask (2, 77)
 
-CLIP's text model or T5's encoder, through transformers, which is imported here and nowhere else when it is needed. Nothing is downloaded.
+CLIP's text model or T5's encoder, through transformers. Only this module imports transformers, and only when needed. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import Tensor
 from noiseclock.lab.cache import digest
 from noiseclock.lab.errors import Failure, Mistake
 
-# model_type of config.json -> the class of transformers that encodes text; CLIP's folder may hold the whole model
+# model_type of config.json -> the transformers class of the text encoder; a CLIP folder may hold the whole model
 ENCODERS = {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"}
 
 
 class Embedded(NamedTuple):
-    """Captions as the encoder gives them: tokens float16 (n, L, D), and mask bool (n, L), false behind the end of a caption."""
+    """The encoder's output for captions: tokens float16 (n, L, D), and mask bool (n, L), false after the last token of a caption."""
 
     tokens: Tensor
     mask: Tensor
 
     def seen(self) -> Tensor:
-        """(n, L, D) as networks take them: what lies behind the end is zero, and that says that there is no token."""
+        """(n, L, D) as the networks take them: padding is zero, which marks that there is no token."""
         return self.tokens.masked_fill(~self.mask[..., None], 0)
 
 
 class Encoder:
-    """The text encoder in `folder`, in evaluation mode. length: L, to which captions are cut or filled up; the encoder's own unless given.
+    """The text encoder in `folder`, in evaluation mode. length: L, to which captions are truncated or padded; by default the encoder's maximum.
 
-    cut: how many captions were longer, so far.
+    cut: the number of captions truncated so far.
     """
 
     def __init__(self, folder: str | Path, *, length: int | None = None, device: str | torch.device = "cpu") -> None:
@@ -48,7 +48,7 @@ class Encoder:
         self.tokenizer = tokenizer_of(self.folder)
         self.name = f"{self.folder.resolve().name} ({ENCODERS[kind]})"
         own = getattr(self.model.config, "max_position_embeddings", None) or self.tokenizer.model_max_length
-        if length is None and own > 10_000:  # transformers' way to say that there is no limit
+        if length is None and own > 10_000:  # transformers writes "no limit" as a huge number
             raise Mistake(f"the encoder in {folder} does not say how long captions can be; give the length in tokens")
         if length is not None and not 2 <= length <= own:
             raise Mistake(f"captions of {length} tokens do not suit the encoder in {folder}; take 2 to {own}")
@@ -57,12 +57,12 @@ class Encoder:
 
     @property
     def digest(self) -> str:
-        """Sixteen letters that stand for its weights."""
+        """A hash of its weights, sixteen characters."""
         return digest(self.model.state_dict().values())
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Embedded:
-        """Some captions at once."""
+        """Embed n captions in one forward pass."""
         self.cut += sum(len(words) > self.length for words in self.tokenizer(list(captions), verbose=False)["input_ids"])
         given = tokenized(self.tokenizer, captions, self.length).to(self.device)
         tokens = self.model(**given).last_hidden_state.to("cpu", torch.float16)
@@ -73,7 +73,7 @@ class Encoder:
 
 
 def kind_of(folder: Path, known: dict[str, str], what: str) -> str:
-    """The model_type in the folder's config.json, if it is a known one."""
+    """The model_type in the folder's config.json; a Mistake if it is not in `known`."""
     if not folder.is_dir():
         raise Mistake(f"there is no folder {folder}; give that of a {what}, saved by transformers' save_pretrained")
     config = folder / "config.json"
@@ -89,7 +89,7 @@ def kind_of(folder: Path, known: dict[str, str], what: str) -> str:
 
 
 def loaded(folder: Path, name: str) -> Any:
-    """The model of a class of transformers with all its weights, float32, in evaluation mode."""
+    """The model in `folder`, of the transformers class `name`, float32, in evaluation mode; a Mistake if weights are missing."""
     make = getattr(_transformers(), name)
     with _quiet():
         try:
@@ -97,17 +97,17 @@ def loaded(folder: Path, name: str) -> Any:
         except (OSError, ValueError, RuntimeError) as error:
             raise Mistake(f"cannot load a {name} from {folder} ({str(error).partition(chr(10))[0]}); save it there anew") from error
     if absent := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):
-        # transformers would start them at random
+        # transformers would initialise them at random
         raise Mistake(f"the {name} in {folder} lacks {len(absent)} of its weights, the first is {absent[0]}; save it there anew")
     return model.eval()
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """The tokenizer that lies in a model's folder."""
+    """The tokenizer in a model's folder."""
     with _quiet():
         try:
             tokenizer = _transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # of tokenizers, which has no class of its own for them
+        except Exception as error:  # the package tokenizers raises plain Exceptions
             reason = str(error).strip().partition("\n")[0]
             raise Mistake(f"cannot load a tokenizer from {folder} ({reason}); put its tokenizer.json and tokenizer_config.json there") from error
     if tokenizer.pad_token is None:
@@ -133,7 +133,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars and the list of weights that are not needed; what is missing is a mistake anyway."""
+    """Silence transformers' progress bars and its list of unused weights; `loaded` checks for missing weights itself."""
     logging = _transformers().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

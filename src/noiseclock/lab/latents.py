@@ -1,11 +1,11 @@
-"""Latents to train on: a folder that `noiseclock encode` wrote, read as data are.
+"""Latents to train on: data from a folder that `noiseclock encode` wrote.
 
     index.json                 what it was made of, the shards with their checksums, mean and std of each channel
-    train-00000.safetensors    mean, and std where the autoencoder has a posterior; mirrored.mean, mirrored.std; labels
-    autoencoder/               the autoencoder, so that samples can be turned into pictures wherever the first copy went
+    train-00000.safetensors    mean, and std if the autoencoder has a posterior; mirrored.mean, mirrored.std; labels
+    autoencoder/               a copy of the autoencoder, to decode samples even if the original is gone
 
-A network sees (z - mean)/std by channel, z being drawn anew from the posterior every time an image comes up, by (seed, place) as flips are. A flip
-takes the latents of the mirrored picture: latents that are mirrored are not the latents of the mirrored picture.
+A network sees (z - mean)/std, per channel. z is drawn from the posterior anew every time an image is used; the draw depends on (seed, place), like
+the flips. A flip takes the latents of the mirrored picture, because mirrored latents are not the latents of the mirrored picture.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from noiseclock.lab.errors import Mistake, choose
 from noiseclock.lab.folder import checksum
 from noiseclock.lab.order import Order, flips, normals, uniforms
 
-FORMAT = 1  # of the files; raised when an older reader would misread them
-IN_MEMORY = 2**31  # bytes of latents; more than that stay on the disk
+FORMAT = 1  # version of the files; raised when an older reader would misread them
+IN_MEMORY = 2**31  # bytes of latents; a larger set stays on disk
 AGAIN = "run the same noiseclock encode again"
 
-Take = Callable[[Tensor], dict[str, Tensor]]  # rows (n,), the mirrored pictures counted after the others -> their tensors (n, ...)
+Take = Callable[[Tensor], dict[str, Tensor]]  # rows (n,) -> their tensors (n, ...); row N + i is the mirrored picture i
 
 
 class Latents:
-    """The latents of a split. shape: (c, h, w) of each. classes: how many there are, or None. source: the data that they were made of, and its size.
+    """The latents of a split. shape: (c, h, w). classes: the number of classes, or None. source: name and `size` of the data that was encoded.
 
-    place: FOLDER, or FOLDER@mean for the mean of each posterior instead of draws from it.
+    place: FOLDER, or FOLDER@mean to use the mean of each posterior instead of draws from it.
     """
 
     skipped = 0
@@ -71,7 +71,7 @@ class Latents:
         self.mirrored, self.draws = bool(made_of["flip"]), draws and bool(index["posterior"])
         self._files = [(str(shard["file"]), int(shard["count"]), str(shard["sha256"])) for shard in shards]
         self._per_shard = int(made_of["shard size"])
-        # a draw is spread by the posterior too
+        # the variance of a draw is that of the means plus that of the posterior
         spread = [math.sqrt(std**2 + noise * self.draws) for std, noise in zip(index["std"], index["noise"] or [0.0] * c, strict=True)]
         self.mean, self.std = (torch.tensor(values).reshape(c, 1, 1) for values in (index["mean"], [s or 1.0 for s in spread]))
 
@@ -80,7 +80,7 @@ class Latents:
 
     @cached_property
     def _shards(self) -> list[dict[str, Tensor]]:
-        """Windows on the files, whose checksums were found right."""
+        """The tensors of all shards, mapped into memory, after their checksums were verified."""
         with ThreadPoolExecutor(4) as pool:
             return list(pool.map(self._opened, self._files))
 
@@ -100,7 +100,7 @@ class Latents:
 
     @cached_property
     def texts(self) -> Texts | None:
-        """The embedded captions of the pictures, which stay where they were embedded; None where the pictures had none."""
+        """The embedded captions of the pictures, read from the folder of `noiseclock embed`; None if the pictures have none."""
         kind, _, place = self.source[0].partition(":")
         if kind != "captions":
             return None
@@ -111,12 +111,12 @@ class Latents:
 
     @cached_property
     def labels(self) -> Tensor | None:
-        """(N,) int64, or None; of pictures with captions their numbers, by which `texts` finds them."""
+        """(N,) int64, or None; for pictures with captions their indices, with which `texts` finds the captions."""
         known = [shard["labels"] for shard in self._shards if "labels" in shard]  # a test split may lack them
         return torch.cat(known) if known else None
 
     def batches(self, places: Sequence[int], batch: int, *, seed: int, device: torch.device, flip: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """What a network sees at these places of the order, `batch` from each on: (batch, c, h, w) on the device, and labels or captions, if any."""
+        """For each of `places`, the `batch` places from it on: normalised latents (batch, c, h, w) on the device, and labels or captions, if any."""
         take, order = self._taking(device, flip), Order(len(self), seed)
         mean, std = self.mean.to(device), self.std.to(device)
         for first in places:
@@ -129,12 +129,12 @@ class Latents:
             yield (z - mean) / std, self._told(index, device, chance)
 
     def check_flips(self) -> None:
-        """A Mistake where there is nothing to be flipped to."""
+        """Raise a Mistake if the folder has no latents of mirrored pictures."""
         if not self.mirrored:
             raise Mistake(f"{self.folder} has no latents of mirrored pictures; encode with --flip, or train without flip")
 
     def _taking(self, device: torch.device, flip: bool) -> Take:
-        """From all latents on the device where they fit, else from the files."""
+        """The function that takes rows: from the device if all latents take at most `IN_MEMORY` bytes, else from the files."""
         kinds = ["mean", "std"] if self.draws else ["mean"]
         sides = ["", "mirrored."] if flip else [""]
         if 4 * len(self) * math.prod(self.shape) * len(kinds) * len(sides) > IN_MEMORY:
@@ -153,13 +153,13 @@ class Latents:
         return self._shards[shard][f"mirrored.{kind}" if side else kind][offset]
 
     def head(self, n: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor | None]:
-        """The first n as a network sees them, at the mean of their posteriors, and their labels or first captions."""
+        """The first n latents, normalised, at the mean of their posteriors, and their labels or first captions."""
         n = min(n, len(self))
         z = torch.stack([self._row("mean", row) for row in range(n)])
         return ((z - self.mean) / self.std).to(device), self._told(torch.arange(n), device, None if self.texts is None else torch.zeros(n))
 
     def _told(self, index: Tensor, device: torch.device | str, chance: Tensor | None) -> Tensor | None:
-        """The labels (n,) of these rows, or where there are captions one of each (n, L, D), by `chance` (n,) in [0, 1)."""
+        """The labels (n,) of these rows; with captions, one caption of each (n, L, D), chosen by uniforms `chance` (n,) in [0, 1)."""
         if self.labels is None:
             return None
         labels = self.labels[index]
@@ -167,7 +167,7 @@ class Latents:
         return told.to(device, non_blocking=True)
 
     def decoded(self, x: Tensor) -> Tensor:
-        """Pictures, uint8 (n, C, H, W) on the CPU, of what a network made, (n, c, h, w), computed where that is."""
+        """Decode normalised latents x (n, c, h, w) to pictures, uint8 (n, C, H, W) on the CPU; computed on the device of x."""
         return self._autoencoder(x.device).decode(x.float() * self.std.to(x.device) + self.mean.to(x.device))
 
     def _autoencoder(self, device: torch.device) -> Autoencoder:
@@ -185,7 +185,7 @@ def _sent(rows: Tensor, device: torch.device) -> Tensor:
 
 
 def read_index(folder: Path, *, whole: bool = True) -> dict[str, Any]:
-    """The folder's index.json. whole: a Mistake where encoding has not come to its end."""
+    """The folder's index.json. whole: raise a Mistake if encoding is not finished."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())

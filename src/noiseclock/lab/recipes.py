@@ -1,8 +1,8 @@
-"""Set-ups by name: everything that decides what a run learns, as one frozen table.
+"""Recipes by name: all settings of a training run, as one frozen table.
 
-A recipe is what `noiseclock train NAME` runs; every field can be changed on the command line. The ones from papers hold what those print:
-"adaptive paper" is arXiv 2411.09998 (its Tables 7 to 9), "SpeeD" 2405.17403. Our own (digits, mnist, cifar10-sprint) sample by what measured best
-here (docs/choose.md).
+`noiseclock train NAME` runs a recipe; every field can be changed on the command line. Recipes from papers have the settings that these print:
+"adaptive paper" is arXiv 2411.09998 (its Tables 7 to 9), "SpeeD" 2405.17403. Our own recipes (digits, mnist, cifar10-sprint) use the sampler that
+was best in our measurements (docs/choose.md).
 """
 
 from __future__ import annotations
@@ -25,102 +25,102 @@ from noiseclock.lab.generate import SOLVERS
 OPTIMIZERS = ("adam", "adamw")
 PRECISIONS = ("fp32", "bf16")
 MODELS = ("unet", "adm", "dit", "uvit")
-LARGEST_SEED = 2**32  # excluded; a thousandfold of it, plus a rank, still seeds torch's generators
+LARGEST_SEED = 2**32  # excluded; torch's generators still accept 1000 times this number plus a rank
 
 
 @dataclass(frozen=True)
 class Recipe:
     """One training run. A sampler, weighting, schedule or objective is written `name` or `name:option=value,option=value`."""
 
-    # --- what is learned ---
+    # --- the data ---
     data: str = "digits"
     """digits, mnist, cifar10, folder:PATH, hf:NAME_OR_PATH, latents:PATH or captions:PATH"""
     size: int | None = None
     """side to which folder, hf and captions images are cropped and resized"""
     flip: bool = False
-    """mirror half of the images"""
+    """mirror each image with probability 1/2"""
     conditional: bool = False
-    """tell the model the class or the caption"""
+    """condition the model on the class or the caption"""
     drop_labels: float = 0.1
-    """share of labels or captions withheld, for classifier-free guidance"""
+    """probability of dropping the label or caption, for classifier-free guidance"""
     # --- the network ---
     model: str = "unet"
     """unet, adm, dit or uvit"""
     channels: int = 128
-    """width, of a U-Net's first level"""
+    """hidden width; of a U-Net, that of its first level"""
     multipliers: tuple[int, ...] = (1, 2, 2, 2)
-    """width of each U-Net level by the first"""
+    """width of each U-Net level, as a multiple of channels"""
     blocks: int = 2
-    """residual blocks of a U-Net level, or the depth of a DiT or U-ViT"""
+    """residual blocks per U-Net level, or the depth of a DiT or U-ViT"""
     attention: tuple[int, ...] = (16,)
-    """heights at which a U-Net attends"""
+    """resolutions (heights) at which a U-Net has attention"""
     head_channels: int = 0
-    """channels of one attention head; 0 makes one head of all"""
+    """channels per attention head; 0 for a single head"""
     patch: int = 2
-    """side of the patches of a DiT or U-ViT"""
+    """patch size of a DiT or U-ViT"""
     dropout: float = 0.0
-    """its probability"""
+    """dropout probability"""
     pretrained: str = ""
-    """folder of a training whose averaged weights this one begins with; none unless given"""
+    """folder of another training whose averaged weights initialise this one; none unless given"""
     # --- the diffusion ---
     schedule: str = "linear"
     """linear, quadratic, cosine, scaled-linear, edm or flow"""
     steps: int | None = 1000
-    """T of a discrete schedule; None for edm and flow"""
+    """number of steps T of a discrete schedule; None for edm and flow"""
     objective: str = "eps"
-    """eps, x0, v, flow or edm; of latents edm:sigma_data=1"""
+    """eps, x0, v, flow or edm; for edm on latents, edm:sigma_data=1"""
     sampler: str = "uniform"
-    """which noise levels are trained, e.g. variance-optimal or speed:k=5"""
+    """the density from which noise levels are drawn, e.g. variance-optimal or speed:k=5"""
     weighting: str = "constant"
-    """what each noise level's loss counts, e.g. min-snr:gamma=5"""
+    """weight of the loss at each noise level, e.g. min-snr:gamma=5"""
     correct: str = "auto"
     """importance correction: auto, none or importance"""
     base: str = "uniform"
-    """the density over time that is meant, which corrected samplers train whatever they draw, e.g. log-normal for edm"""
+    """the objective's density over time, which importance correction restores, e.g. log-normal for edm"""
     variance: str = "fixed-large"
-    """of ancestral sampling and the likelihood: fixed-large or fixed-small"""
+    """variance of the reverse process, in ancestral sampling and the likelihood: fixed-large or fixed-small"""
     # --- the optimiser ---
     optimizer: str = "adam"
     """adam or adamw"""
     lr: float = 2e-4
     """learning rate"""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's"""
+    """Adam's beta1 and beta2"""
     weight_decay: float = 0.0
-    """decoupled with adamw, an L2 penalty with adam"""
+    """decoupled weight decay with adamw, an L2 penalty with adam"""
     batch: int = 128
-    """images of one update, over all processes and micro-batches"""
+    """images per update, over all processes and micro-batches"""
     accumulate: int = 1
-    """micro-batches of one update"""
+    """micro-batches per update (gradient accumulation)"""
     updates: int = 100_000
-    """optimiser updates in all"""
+    """total number of optimiser updates"""
     warmup: int = 0
-    """updates over which the learning rate rises"""
+    """updates of linear learning-rate warm-up"""
     clip: float = 1.0
-    """greatest norm of the gradient; 0 does not clip"""
+    """maximum gradient norm; 0 for no clipping"""
     ema: float = 0.9999
-    """decay of the averaged weights, which are the ones sampled"""
+    """decay of the averaged weights (EMA), which are used for sampling"""
     precision: str = "fp32"
     """fp32 or bf16 (autocast)"""
     compile: bool = False
-    """torch.compile the model, on a GPU; takes about two minutes once"""
+    """torch.compile the model, on a GPU; compiling once takes about two minutes"""
     checkpointing: bool = False
     """recompute activations in the backward pass: less memory, a third more time"""
     seed: int = 0
-    """of weights, order, times and noise"""
+    """seed of the initial weights, the order of the images, times and noise"""
     patience: int = 10
-    """updates in a row that may be lost to a loss that is not finite"""
-    # --- what is seen on the way ---
+    """stop after so many consecutive updates whose loss or gradient was not finite"""
+    # --- logs, checkpoints and samples ---
     log_every: int = 10
-    """updates between lines of log.jsonl; 0 for never, here and below"""
+    """updates between lines of log.jsonl; 0 for never, also in the next three"""
     save_every: int = 1000
-    """updates between checkpoints, of which two are kept"""
+    """updates between checkpoints; the last two are kept"""
     validate_every: int = 1000
-    """updates between losses by noise level on held-out images, at fixed noise"""
+    """updates between validations: the loss by noise level on held-out images, with fixed noise"""
     sample_every: int = 5000
     """updates between grids of samples"""
     solver: str = "ddim"
-    """how samples are drawn: ddpm, ddim (or euler), heun or dpm++"""
+    """solver for sampling: ddpm, ddim (or euler), heun or dpm++"""
     solver_steps: int = 50
     """steps of the solver"""
     track: tuple[str, ...] = ("tensorboard",)
@@ -152,7 +152,7 @@ class Recipe:
         }  # fmt: skip
         for name, allowed in known.items():
             choose(name, getattr(self, name), allowed)
-        clock = self.clock()  # its mistakes are this recipe's
+        clock = self.clock()  # raises a Mistake if schedule, sampler, weighting and objective do not fit
         schedule = clock.schedule
         if self.solver_steps > (schedule.steps or self.solver_steps):
             raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
@@ -160,19 +160,19 @@ class Recipe:
             raise Mistake("this schedule ends in pure noise, where a prediction of it says nothing of the picture; take the objective v, x0 or flow")
 
     def clock(self, **place: Any) -> Clock:
-        """The clock that this recipe trains by. place: rank and world_size, where they are not torch.distributed's."""
+        """The clock that this recipe trains with. place: rank and world_size, by default those of torch.distributed."""
         schedule, sampler = wording.schedule(self.schedule, self.steps), wording.sampler(self.sampler)
         weighting, base, objective = wording.weighting(self.weighting), wording.sampler(self.base), wording.objective(self.objective)
         corrected = sampler.corrects if self.correct == "auto" else self.correct == "importance"
         try:
-            # what is not corrected trains what it draws, whatever is meant
+            # without correction, the sampler's density takes the place of `base` in the objective
             meant: dict[str, Any] = {"base": base} if corrected else {}
             return Clock(schedule, sampler, weighting, objective, correct=self.correct, seed=self.seed, **meant, **place)
         except (TypeError, ValueError) as error:
             raise Mistake(str(error)) from error
 
     def meant(self, time: Array) -> Array:
-        """The density of `base` at times (n,), also where a sampler that is not corrected trains another."""
+        """The density of `base` at times (n,), even if an uncorrected sampler trains on another density."""
         density = replace(self, sampler=self.base, weighting="constant", correct="none").clock().sampler.log_prob(torch.as_tensor(time)).exp()
         return np.asarray(density.double().numpy())
 
@@ -181,20 +181,20 @@ class Recipe:
         return asdict(self)
 
 
-RENAMED = {"start": "pretrained"}  # since torchrun takes --start for something of its own
-# What may change between two runs of one training: how long it lasts, what is seen on the way, and, as may the number of processes, what fits it
-# into the memory of a machine: the gradients are the same to rounding, and so are the random numbers.
+RENAMED = {"start": "pretrained"}  # torchrun rejects --start, as an ambiguous abbreviation of its own options
+# These settings may change when a training is resumed: its length, logs and samples, and `checkpointing`, which saves memory. `checkpointing` and
+# the number of processes change gradients only by rounding, and leave the random numbers as they are.
 FREE = ("updates", "patience", "checkpointing", "log_every", "save_every", "validate_every", "sample_every", "solver", "solver_steps", "track")
 
 
 def completed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that an earlier version wrote, under their new names and with the defaults of what there is since."""
-    renamed = {RENAMED.get(name, name): value for name, value in dict(settings).items()}  # a TypeError where a damaged file has no settings
+    """Settings that an earlier version wrote, under their present names, with defaults for newer settings."""
+    renamed = {RENAMED.get(name, name): value for name, value in dict(settings).items()}  # a TypeError if a damaged file has no settings
     return {**{f.name: f.default for f in fields(Recipe)}, **renamed}
 
 
 class Entry(NamedTuple):
-    """A recipe in the table: what it is, what it needs, and roughly what it costs."""
+    """A recipe with its description, what it needs, and its approximate cost."""
 
     recipe: Recipe
     about: str
@@ -215,7 +215,8 @@ def _cifar10(schedule: str) -> Entry:
 
 _HOW = "(noiseclock encode: docs/latents.md)"
 _FLIPPED = _HOW.replace("encode", "encode --flip")
-# Where a paper is silent, what its released code has: EDM, LDM, DiT and U-ViT do not clip, LDM has torch's weight decay, U-ViT its own and a warm-up.
+# Settings that a paper does not print are those of its code: EDM, LDM, DiT and U-ViT do not clip; LDM has torch's default weight decay; U-ViT has a
+# weight decay of its own, and a warm-up.
 _DIT = Recipe(
     data="latents:PATH", flip=True, model="dit", channels=1152, blocks=28, head_channels=72, patch=2, optimizer="adamw", lr=1e-4, batch=256,
     updates=50_000, clip=0.0, precision="bf16", solver="ddpm", solver_steps=250,

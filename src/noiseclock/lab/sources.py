@@ -1,7 +1,7 @@
-"""Images one by one, as they lie in a folder or in a Hugging Face dataset: uint8 (3, H, W), always RGB.
+"""Single images from a folder or a Hugging Face dataset: uint8 (3, H, W), always RGB.
 
-Both come in an order of their own hash, not in that of their names: the first n are then a fair sample, where sorted names would give one
-class. The same hash holds some out where there is no test split, so that new files do not move old ones from one split to the other.
+Images are sorted by a hash, not by name. The first n are then a random sample; sorted by name, they would all be of one class. If there is no test
+split, the same hash decides which images are held out, so that new files do not move old ones from one split to the other.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from noiseclock.lab.order import uniforms
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 SPLITS = ("train", "test")
-VALIDATION = ("validation", "valid", "val")  # what stands in for a test split on the hub
-HELD_OUT = 0.05  # of a set without a test split of its own
+VALIDATION = ("validation", "valid", "val")  # splits of a hub dataset that replace a missing test split
+HELD_OUT = 0.05  # fraction held out of a set without a test split
 
 
 class Unreadable(Exception):
-    """An image that cannot be decoded, with its place and the reason."""
+    """An image cannot be decoded; the message has its location and the reason."""
 
 
 class Source(ABC):
-    """Numbered images. labels: int64 (N,) or None. classes: how many there are, or None."""
+    """Images by index. labels: int64 (N,) or None. classes: the number of classes, or None."""
 
     labels: Tensor | None = None
     classes: int | None = None
@@ -45,14 +45,14 @@ class Source(ABC):
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """The image's name in a message."""
+        """The image's location, for messages."""
 
     @abstractmethod
     def training(self) -> Source:
-        """The training split of the same set, or this one where there is none."""
+        """The training split of the same set, or `self` if there is none."""
 
     def read(self, index: int, size: tuple[int, int] | None) -> Tensor:
-        """uint8 (3, H, W), cropped to the centre and resized to `size` (H, W) unless that is None; Unreadable where it cannot be decoded."""
+        """uint8 (3, H, W), cropped to the centre and resized to `size` (H, W) unless that is None; raises Unreadable if decoding fails."""
         try:
             with self.open(index) as image:
                 return to_pixels(image, size)
@@ -61,11 +61,11 @@ class Source(ABC):
 
 
 def to_pixels(image: Image.Image, size: tuple[int, int] | None) -> Tensor:
-    """uint8 (3, H, W), upright as the camera says, transparency dropped, cropped to the centre and resized with Lanczos to `size` (H, W)."""
+    """uint8 (3, H, W), rotated by its EXIF tag, without transparency, cropped to the centre and resized (Lanczos) to `size` (H, W) unless None."""
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16 bits of grey; Pillow's own conversion cuts off all above 255
+    if image.mode.startswith("I"):  # 16-bit grey; Pillow's own conversion clips at 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode == "P":  # a palette may hold transparent colours, which have no direct way to RGB
+    if image.mode == "P":  # a palette may contain transparent colours, which Pillow cannot convert to RGB directly
         image = image.convert("RGBA")
     image = image.convert("RGB")
     if size is not None:
@@ -74,7 +74,7 @@ def to_pixels(image: Image.Image, size: tuple[int, int] | None) -> Tensor:
 
 
 def fit(image: Image.Image, height: int, width: int) -> Image.Image:
-    """The largest part in the centre that has the proportions, resized. Cut off first, so that nothing outside shines in at the edges."""
+    """The largest central crop with the target's aspect ratio, resized. Cropped first, so that outside pixels do not blend in at the edges."""
     scale = min(image.height / height, image.width / width)
     cut_height, cut_width = max(round(height * scale), 1), max(round(width * scale), 1)
     top, left = (image.height - cut_height) // 2, (image.width - cut_width) // 2
@@ -82,7 +82,7 @@ def fit(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def hold_out(hashes: Tensor, split: str) -> Tensor:
-    """Indices of a split, in the order of their hashes: "test" has those below `HELD_OUT`, at least one, and "train" the others."""
+    """Indices of a split, sorted by hash: "test" has the images with a hash below `HELD_OUT`, at least one, and "train" the others."""
     order = hashes.argsort(stable=True)
     held = min(max(int((hashes < HELD_OUT).sum()), 1), len(order) - 1)
     return order[:held] if split == "test" else order[held:]
@@ -91,8 +91,8 @@ def hold_out(hashes: Tensor, split: str) -> Tensor:
 class Folder(Source):
     """The image files of a split below `root`, at any depth.
 
-    A folder `train` beside `test` or `val` divides them; else a few are held out. Where all files of a split lie in sub-folders, and there is
-    more than one of these, the first level of them are classes, numbered by their sorted names over both splits.
+    If `root` has sub-folders `train` and `test` (or `val`), these are the splits; else some images are held out. If all files of a split are in
+    sub-folders, and there is more than one, the first level of sub-folders are the classes, numbered by sorted name over both splits.
     """
 
     def __init__(self, root: Path, split: str) -> None:
@@ -107,7 +107,7 @@ class Folder(Source):
             raise Mistake(f"there is no image ({', '.join(SUFFIXES)}) in {self.root} or below; put some there")
         hashes = torch.tensor([hash_of(file) for file in mine], dtype=torch.float64)
         order = hold_out(hashes, split) if train == test else hashes.argsort(stable=True)
-        # one array of bytes: a list of a million strings would be copied into every worker, one reference count after the other
+        # one array of bytes: with a list of a million strings, reference counting makes every worker copy the memory
         self.files = np.array([os.fsencode(file) for file in mine])[order.numpy()]
         names = sorted({file.partition("/")[0] for found in files.values() for file in found if "/" in file})
         if len(names) > 1 and all("/" in file for file in mine):
@@ -129,7 +129,7 @@ class Folder(Source):
 
 
 def divided(root: Path) -> tuple[Path, Path]:
-    """The folders of the training and of the test images: one and the same where nothing divides them."""
+    """The folders of the training and of the test images; the same folder twice if there are no separate ones."""
     train = root / "train"
     if not train.is_dir():
         return root, root
@@ -137,18 +137,18 @@ def divided(root: Path) -> tuple[Path, Path]:
 
 
 def refuse_among(data: str, folder: Path) -> None:
-    """A Mistake where a run would write among the images of folder:PATH: its grids of samples would be read as some of them when it goes on."""
+    """Raise a Mistake if a run's folder is inside the images of folder:PATH: a resumed run would train on its own sample grids."""
     kind, _, place = data.partition(":")
     if kind == "folder" and any(folder.resolve().is_relative_to(top.resolve()) for top in divided(Path(place).expanduser())):
         raise Mistake(f"{folder} lies among the images of {place}, so samples written there would be trained on; choose a folder outside with --out")
 
 
 def image_files(top: Path) -> list[str]:
-    """The image files below `top`, through links and without hidden ones, as relative paths with forward slashes."""
+    """The image files below `top`, as relative paths with forward slashes; follows links, skips hidden files and folders."""
     found, seen = [], set()
     for folder, inner, names in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # a link back up would lead round and round
+        if real in seen:  # a link to a parent folder would loop forever
             inner.clear()
             continue
         seen.add(real)
@@ -159,15 +159,15 @@ def image_files(top: Path) -> list[str]:
 
 
 def hash_of(file: str) -> float:
-    """In [0, 1), from the relative path alone."""
+    """A hash in [0, 1) of the relative path."""
     return (int.from_bytes(hashlib.sha256(os.fsencode(file)).digest()[:8]) >> 11) * 2.0**-53
 
 
 class Hub(Source):
     """A split of a Hugging Face dataset: the first column of images and the first of class labels.
 
-    name: of a local folder, saved by `save_to_disk` or readable by `load_dataset`, or on the hub. Where there is one split only, a few of its
-    images are held out; where there are several and none is called "test", the one for validation is it.
+    name: a local folder, saved by `save_to_disk` or readable by `load_dataset`, or a name on the hub. If there is only one split, some of its
+    images are held out. If there are several and none is called "test", the validation split is used as "test".
     """
 
     def __init__(self, name: str, split: str) -> None:
@@ -188,7 +188,7 @@ class Hub(Source):
         label = first_column(dataset, datasets.ClassLabel)
         if label is not None:
             labels = dataset.select_columns([label])[:][label]
-            # the hub marks what has no label, as in many test splits, by -1 or nothing
+            # hub datasets mark a missing label, as in many test splits, by -1 or None
             if all(value is not None and value >= 0 for value in labels):
                 self.labels, self.classes = torch.tensor(labels)[self.rows], dataset.features[label].num_classes
         self.column = image
@@ -209,7 +209,7 @@ class Hub(Source):
 
 
 def load_splits(name: str) -> dict[str, Any]:
-    """The splits of a Hugging Face dataset by name; one that was saved without splits counts as "train"."""
+    """The splits of a Hugging Face dataset by name; a dataset saved without splits counts as "train"."""
     import datasets
 
     path = Path(name).expanduser()
@@ -220,11 +220,11 @@ def load_splits(name: str) -> dict[str, Any]:
             found = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset(str(path) if path.exists() else name)
-    except Exception as error:  # of the network, the hub, the cache, a builder ...
+    except Exception as error:  # errors of the network, the hub, the cache, a dataset builder ...
         raise Mistake(f"cannot load the Hugging Face dataset {name} ({str(error).partition(chr(10))[0]}); check its name and the network") from error
     return dict(found) if isinstance(found, datasets.DatasetDict) else {"train": found}
 
 
 def first_column(dataset: Any, kind: type) -> str | None:
-    """The name of the first column of a type."""
+    """The name of the first column of this feature type, or None."""
     return next((name for name, feature in dataset.features.items() if isinstance(feature, kind)), None)

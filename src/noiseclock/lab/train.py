@@ -1,13 +1,13 @@
-"""Training as a generator: one record an update, everything else in the run's folder.
+"""Training as a generator: it yields one record per update and writes everything else into the run's folder.
 
     for record in train(recipe("digits"), "runs/digits"):
         print(record.step, record.loss)
 
-The folder holds config.json, log.jsonl, checkpoints/, samples/ and tensorboard/. Run the same again and it goes on from its last checkpoint: on
-one CPU the result is, bit for bit, that of a run that was never stopped. Under `torchrun` or `accelerate launch` the same call trains on many
-processes, with DDP, or with FSDP2 where `shard` says so; rank 0 writes.
+The folder holds config.json, log.jsonl, checkpoints/, samples/ and tensorboard/. The same call again resumes from the last checkpoint: on one CPU
+the result is, bit for bit, that of an uninterrupted run. Under `torchrun` or `accelerate launch` the same call trains on many processes, with DDP,
+or with FSDP2 if `shard` is set; rank 0 writes.
 
-What is drawn depends on (seed, update) alone: order and flips of the images, withheld labels, times. Noise and dropout are streams that are saved.
+Order and flips of the images, dropped labels and times depend on (seed, update) only. Noise and dropout come from generators whose states are saved.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.wording import state_of
 
-VALIDATION, TIMES = 128, 50  # held-out images, and times at which their loss is taken
-GRID = 64  # samples in a picture
-PROBED = 4  # batches that a captured probe puts through the network at once: without gradients that takes less memory than an update with one
-LOOK = 100  # updates that a captured training makes at most without a look at its loss
+VALIDATION, TIMES = 128, 50  # held-out images, and times at which their loss is measured
+GRID = 64  # samples in one grid
+PROBED = 4  # batches per forward pass of a captured probe: without gradients, four take less memory than an update with one
+LOOK = 100  # a captured training reads its loss from the device at least every so many updates
 
 
 @dataclass(frozen=True)
 class Record:
     """One update.
 
-    step: its number, from 1. loss: the mean weighted loss of all ranks. norm: of the gradient, before clipping. lr: the learning rate. images: seen
-    so far by all ranks. seconds: of training so far; validation, samples, checkpoints and compiling do not count. skipped: updates lost so far
-    because the loss or its gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update; and so are loss,
-    norm and skipped where updates are captured (`lab/captured.py`).
+    step: its number, from 1. loss: the mean weighted loss over all ranks. norm: of the gradient, before clipping. lr: the learning rate. images:
+    seen so far by all ranks. seconds: training time so far, without validation, samples, checkpoints and compiling. skipped: updates skipped so far
+    because the loss or its gradient was not finite. sampler: what the sampler has learned, in words, as of the last logged update. If updates are
+    captured (`lab/captured.py`), loss, norm and skipped are also those of the last update at which they were read.
     """
 
     step: int
@@ -83,10 +83,10 @@ class Record:
 
 
 def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shard: bool = False) -> Generator[Record, None, None]:
-    """Train, or go on training, into `folder`; yields after every update.
+    """Train into `folder`, or resume the training there; yields after every update.
 
-    device: "cpu", "cuda" or none for what there is. shard: spread the model over the ranks (FSDP2). Ctrl-C and SIGTERM end it after the update
-    under way, with a checkpoint; the first raises KeyboardInterrupt, the second SystemExit(143). So does closing the generator, without raising.
+    device: "cpu" or "cuda"; None takes a GPU if there is one. shard: spread the model over the ranks (FSDP2). Ctrl-C and SIGTERM finish the current
+    update and save a checkpoint; then Ctrl-C raises KeyboardInterrupt, SIGTERM SystemExit(143). Closing the generator also saves a checkpoint.
     """
     with ExitStack() as stack:
         accelerator = joined(Path(folder), device, recipe.track)
@@ -100,7 +100,7 @@ def train(recipe: Recipe, folder: str | Path, *, device: str | None = None, shar
 
 
 class Run:
-    """One training: what it trains, with what, and where it is."""
+    """One training: its data, network, clock and optimiser, and its progress."""
 
     def __init__(self, recipe: Recipe, folder: Path, accelerator: Accelerator, shard: bool) -> None:
         self.recipe, self.folder, self.accelerator = recipe, folder, accelerator
@@ -119,7 +119,7 @@ class Run:
         self.net = placed(network(recipe, self.data, self.clock), self.device)
         if recipe.pretrained and not checkpoint.steps(folder):
             self._start_from(Path(recipe.pretrained))
-        torch.manual_seed(recipe.seed * 1000 + self.rank)  # dropout: other for every rank
+        torch.manual_seed(recipe.seed * 1000 + self.rank)  # for dropout: different on every rank
         self.not_captured = why_not_captured(recipe, self.device, self.world, shard)
         captured = not self.not_captured
         self._half = HalfWeights(self.net) if captured and recipe.precision == "bf16" else None
@@ -128,9 +128,9 @@ class Run:
         weighting = self.clock.weighting
         self.others = list(weighting.to(self.device).parameters()) if isinstance(weighting, Uncertainty) else []
         lr = torch.tensor(recipe.lr, device=self.device) if captured else recipe.lr
-        groups = [group for group in (list(by_size(self.net).values()), self.others) if group]  # apart: only the first may be sharded
+        groups = [group for group in (list(by_size(self.net).values()), self.others) if group]  # two groups: only the first may be sharded
         self.optimizer = optimizer_for(recipe, *groups, lr=lr, fused=True, capturable=captured)
-        # kept, because a sharded network that was just looked at has whole parameters in their place until the next update
+        # kept, because after a forward pass without a backward pass a sharded network holds unsharded parameters until the next update
         self._named = [*self.net.named_parameters(), *((f"weighting.{i}", p) for i, p in enumerate(self.others))]
         self.clock.attach(self.optimizer, model=self.net)
         self.ema = EMA(self.net, recipe.ema)
@@ -147,7 +147,7 @@ class Run:
         refuse_other_encoder(self.net, state["model"])
         try:
             self.net.load_state_dict({**state["model"], **state["ema"]})
-        except RuntimeError as error:  # which lists every parameter that differs
+        except RuntimeError as error:  # its message lists every parameter that differs
             raise Mistake(f"cannot start from {other}: its network is another; make model, channels, blocks and the like alike") from error
 
     def _capturing(self) -> CapturedUpdate:
@@ -168,19 +168,19 @@ class Run:
             fully_shard(self.net)
         self._compiled = self.recipe.compile and self.device.type == "cuda"
         if self._compiled:
-            predict = torch.compile(predict, dynamic=False)  # type: ignore[assignment]  # batches have one size
+            predict = torch.compile(predict, dynamic=False)  # type: ignore[assignment]  # all batches have the same size
         if self.world > 1 and not shard:
             predict = DistributedDataParallel(predict, device_ids=[self.device.index] if self.device.type == "cuda" else None)
         return predict
 
     def close(self) -> None:
-        """Let go of DDP, before the process group ends: if DDP were the last to hold that, gloo could wait forever for its own threads."""
+        """Release DDP before the process group ends: if DDP held the last reference to the group, gloo could wait forever for its own threads."""
         self.predict = self.net
 
     # --- state --------------------------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Go on from the last checkpoint in the folder, or begin."""
+        """Resume from the last checkpoint in the folder, if there is one."""
         config = self.folder / "config.json"
         if config.exists():
             try:
@@ -203,7 +203,7 @@ class Run:
             raise Mistake(f"{self.folder} holds another training; choose another folder, or make the settings alike:\n{changes}")
 
     def _state(self) -> dict[str, Any]:
-        """What a resumed run needs; the same on every rank, but for the parts of what is spread over them."""
+        """What a resumed run needs; the same on every rank, except for sharded tensors."""
         mine = {"clock": self.clock.state_dict(), "random": random_state(self.device)}
         ranks: list[Any] = [mine] * self.world
         if self.world > 1:
@@ -228,13 +228,13 @@ class Run:
         load_moments(self.optimizer, self._named, state["optimizer"]["state"])
         same = len(state["ranks"]) == self.world
         mine = state["ranks"][self.rank if same else 0]
-        self.clock.load_state_dict(mine["clock"])  # last, because loading an optimiser is no update
+        self.clock.load_state_dict(mine["clock"])  # last, so that the clock does not count the loading of the optimiser as an update
         if same:
             set_random_state(mine["random"], self.device)
         self.skipped, self.seconds = state["skipped"], state["seconds"]
 
     def save(self, log: Log | None) -> None:
-        """Write a checkpoint; all ranks must."""
+        """Write a checkpoint; all ranks must call it."""
         if self._captured is not None:
             self.skipped = self._captured.read().skipped
         state = self._state()
@@ -249,10 +249,10 @@ class Run:
     # --- the loop -----------------------------------------------------------------------------------------------------------------------
 
     def updates(self, wish: Wish) -> Iterator[Record]:
-        """Train to the end, or until the wish to stop."""
+        """Train to the end, or until `wish` asks to stop."""
         recipe, first, saved = self.recipe, self.step, self.step
         if self._greatest(self.step > 0 and self._comes(recipe.sample_every) and not self._grid.exists()):
-            self._sample()  # which an earlier run was stopped before
+            self._sample()  # an earlier run was stopped before it sampled this grid
         if self.step >= recipe.updates:
             return
         log = self._begin() if self.accelerator.is_main_process else None
@@ -294,7 +294,7 @@ class Run:
                 log.close()
 
     def _begin(self) -> Log:
-        """What is on the disk before the first update."""
+        """Write config.json, open the log and start the trackers, before the first update."""
         settings = self.recipe.settings()
         if isinstance(self.data, Latents) and self.recipe.objective == "edm":
             warnings.warn("latents are scaled to a standard deviation of 1, and edm is made for data of 0.5; say edm:sigma_data=1", stacklevel=2)
@@ -327,7 +327,7 @@ class Run:
         return Record(self.step, mean, norm, lr, self.step * self.recipe.batch, 0.0, self.skipped)
 
     def _plain_update(self, stream: Iterator[tuple[Tensor, Tensor | None]], lr: float) -> tuple[float, float]:
-        """The mean loss and the norm of its gradient, on any device, with any number of micro-batches and ranks."""
+        """One update on any device, with any number of micro-batches and ranks; returns the mean loss and the norm of its gradient."""
         parts = self.recipe.accumulate
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -354,7 +354,7 @@ class Run:
         return mean, norm
 
     def _fast_update(self, captured: CapturedUpdate, stream: Iterator[tuple[Tensor, Tensor | None]], lr: float) -> tuple[float, float]:
-        """Likewise, as one CUDA graph. Numbers are read where somebody looks at them, because that waits for the device; else the last are given."""
+        """Like `_plain_update`, as one CUDA graph. Reading loss and norm waits for the device; if nothing needs them, returns those last read."""
         x0, labels = next(stream)
         cond = self._condition(labels, 0)
         if self.clock.due:
@@ -378,13 +378,13 @@ class Run:
         return _due(step, self.recipe.log_every) or (step == 1 and self.recipe.log_every > 0)
 
     def _looked_at(self, step: int) -> bool:
-        """Does anything depend on the numbers of this update, or on the time that it took?"""
+        """Does anything need the loss, the norm or the time of this update?"""
         recipe = self.recipe
         seen = any(_due(step, every) for every in (recipe.validate_every, recipe.sample_every, recipe.save_every, LOOK))
         return seen or self._logged(step) or step == recipe.updates
 
     def _condition(self, labels: Tensor | None, micro: int) -> Tensor | None:
-        """(B,) the labels, or (B, L, D) the captions, that the model is told, some replaced by the one for none."""
+        """The condition of the model: labels (B,) or captions (B, L, D), some replaced by the null label or the empty caption."""
         if not self.recipe.conditional:
             return None
         assert labels is not None
@@ -395,9 +395,9 @@ class Run:
         return torch.where(dropped, self.net.null, labels)
 
     def _clipped(self) -> float:
-        """The norm of the gradient, before it is clipped."""
+        """Clip the gradient; returns its norm before clipping."""
         if self.world > 1:
-            for p in self.others:  # DDP knows the network alone
+            for p in self.others:  # DDP reduces the gradients of the network only
                 if p.grad is not None:
                     dist.all_reduce(p.grad)
                     p.grad /= self.world
@@ -405,13 +405,13 @@ class Run:
         return float(whole(norm))
 
     def _mean(self, x: Tensor) -> float:
-        """Over all ranks."""
+        """The mean of x over all ranks."""
         if self.world > 1:
             dist.all_reduce(x)
         return float(x) / self.world
 
     def _give_up(self) -> None:
-        """Where too many updates in a row were lost."""
+        """Raise a Failure if `patience` updates in a row were not finite."""
         if self._lost_in_a_row >= self.recipe.patience:
             raise Failure(
                 f"the loss or its gradient was not finite for {self._lost_in_a_row} updates in a row, up to {self.step}; "
@@ -420,7 +420,7 @@ class Run:
 
     @contextmanager
     def _synchronised(self, last: bool) -> Iterator[None]:
-        """Gradients of all but the last micro-batch stay on their rank."""
+        """Synchronise gradients over the ranks only in the last micro-batch."""
         if self._sharded:
             self.net.set_requires_gradient_sync(last)
         no_sync = self.predict.no_sync() if isinstance(self.predict, DistributedDataParallel) and not last else nullcontext()
@@ -431,21 +431,21 @@ class Run:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")
 
     def _greatest(self, number: int) -> int:
-        """Of all ranks: they must agree on when to stop and what to do."""
+        """The maximum of `number` over all ranks, so that they agree on when to stop and what to do."""
         if self.world == 1:
             return number
         seen = torch.tensor(int(number), device=self.device)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return int(seen)
 
-    # --- what is seen on the way --------------------------------------------------------------------------------------------------------
+    # --- validation and samples ---------------------------------------------------------------------------------------------------------
 
     def averaged(self) -> Any:
-        """The network with the averaged weights, whole, in evaluation mode; on rank 0, but all ranks must ask."""
+        """The unsharded network with the averaged weights, in evaluation mode; None except on rank 0, but all ranks must call it."""
         weights = {}
         for name, value in {**self.net.state_dict(), **self.ema.state_dict()}.items():
             gathered = whole(value)
-            if self.rank == 0:  # the others need no more than their part in the gathering
+            if self.rank == 0:  # the other ranks only take part in the gathering
                 weights[name] = gathered
         if self.rank > 0:
             return None
@@ -455,7 +455,7 @@ class Run:
         return placed(net, self.device).eval()
 
     def _validate(self, log: Log | None) -> None:
-        """The loss by noise level on held-out images at fixed noise, its mean over the density that is meant, and the one that is sampled now."""
+        """Log the loss by noise level on held-out images with fixed noise, its mean under the density `base`, and the sampler's current density."""
         net = self.averaged()
         if log is not None:
             x0, labels = head(self.held_out, VALIDATION, self.device)
@@ -463,7 +463,7 @@ class Run:
             with self._autocast():
                 found = loss_over_time(self.clock, net, x0, cond=cond, times=TIMES, seed=self.recipe.seed)
             curves = self.clock.plot_data()
-            # means over cells of time, so that a peak of one step does not stand for its neighbours
+            # means over intervals of time: picked points would give the peak of a single step to its neighbours too
             density = {
                 name: [float(part.mean()) for part in np.array_split(values, min(TIMES, len(values)))]
                 for name, values in (("density_time", curves.time), ("density", curves.p))
@@ -485,7 +485,7 @@ class Run:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
     def _comes(self, every: int) -> bool:
-        """After this update, of what comes every so many and after the last."""
+        """Is something due now that happens every `every` updates and after the last one?"""
         return _due(self.step, every) or (every > 0 and self.step == self.recipe.updates)
 
     def _sample(self) -> None:
@@ -501,5 +501,5 @@ def _due(step: int, every: int) -> bool:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as trackers take them."""
+    """Settings as numbers, strings and booleans, which trackers accept."""
     return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in settings.items()}

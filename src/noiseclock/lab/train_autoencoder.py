@@ -1,12 +1,12 @@
-"""Train a small AutoencoderKL on your pictures, to encode them with.
+"""Train a small AutoencoderKL on your pictures, to encode them.
 
     for record in train_autoencoder(Settings("folder:data/faces", size=128), "autoencoders/faces"): ...
 
-The loss is L1 + kl · KL, both per element of the picture, so that `kl` means what it means in latent diffusion (arXiv 2112.10752, appendix G). L1
-because it asks for the median of what a pixel may be, where MSE asks for the mean: edges stay sharper. There is no perceptual or adversarial term,
-for which one needs networks trained on other data: fine texture is lost, and a published autoencoder has more of it.
+The loss is L1 + kl · KL, both per element of the picture, so that `kl` has the same meaning as in latent diffusion (arXiv 2112.10752, appendix G).
+L1 is minimal at the conditional median of a pixel, MSE at the mean; the median keeps edges sharper. There is no perceptual or adversarial term,
+because these need networks trained on other data. So fine texture is lost; a published autoencoder keeps more of it.
 
-The folder is what `autoencoder.load` and diffusers' from_pretrained load, written with every checkpoint. Run the same again and it goes on.
+`autoencoder.load` and diffusers' from_pretrained can load the folder; every checkpoint updates it. The same call again resumes the training.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from noiseclock.lab.moments import load_moments, moments
 from noiseclock.lab.order import normals
 
 HELD_OUT = 256  # pictures for the PSNR
-CLIP = 1.0  # greatest norm of the gradient
+CLIP = 1.0  # maximum gradient norm
 FREE = ("updates", "save_every")
 OTHER = "{} holds something that was not trained by this command; choose another folder"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """After an update. l1, kl: the two terms of its loss, kl without its weight. psnr: on held-out pictures, in decibels, when one was taken."""
+    """The state after an update. l1, kl: the two terms of its loss, kl without its weight. psnr: on held-out pictures, in decibels, if measured."""
 
     step: int
     l1: float
@@ -54,7 +54,7 @@ class Progress:
 
 
 def train_autoencoder(settings: Settings, folder: str | Path, *, device: str | torch.device = "cpu") -> Iterator[Progress]:
-    """Train, or go on training, into `folder`; yields after every update. Ctrl-C and SIGTERM end it after the update under way, with a checkpoint."""
+    """Train into `folder`, or resume; yields after every update. Ctrl-C and SIGTERM finish the current update, save a checkpoint and stop."""
     with ExitStack() as stack:
         data = load_images(settings.data, size=settings.size)
         held_out = load_images(settings.data, split="test", size=settings.size)
@@ -89,7 +89,7 @@ class _Run:
         self.net.load_state_dict(state["model"])
         load_moments(self.optimizer, list(self.net.named_parameters()), state["optimizer"])
         self.seconds = state["seconds"]
-        self._publish()  # which an earlier run may have been killed before
+        self._publish()  # an earlier run may have been killed between its checkpoint and this
 
     def training(self, wish: Wish) -> Iterator[Progress]:
         settings, saved = self.settings, self.step
@@ -111,7 +111,7 @@ class _Run:
                         saved = self.step
                     wish.patient = saved < self.step
                     yield Progress(self.step, l1, kl, self.seconds, found)
-                    if stop:  # else what was trained since is not saved
+                    if stop:  # not wish.signal: a signal that came after the check above waits for the next checkpoint
                         wish.grant()
         except GeneratorExit:
             if saved < self.step:
@@ -126,7 +126,7 @@ class _Run:
         settings = self.settings
         with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
             posterior = self.net.encode(x).latent_dist
-            # by (seed, update) alone, so that there is no state to be saved
+            # the noise depends on (seed, update) only, so a checkpoint needs no generator state
             noise = normals(settings.seed, "posterior", self.step * len(x), len(x), tuple(posterior.mean.shape[1:]), self.device)
             back = self.net.decode(posterior.mean + posterior.std * noise).sample
         l1, kl = (back.float() - x).abs().mean(), posterior.kl().float().mean() / x[0].numel()
@@ -141,7 +141,7 @@ class _Run:
         return l1.item(), kl.item()
 
     def save(self) -> None:
-        """A checkpoint, and the autoencoder as diffusers loads it."""
+        """Write a checkpoint, and the autoencoder in diffusers' format."""
         named = list(self.net.named_parameters())
         state = {"settings": asdict(self.settings), "model": dict(self.net.state_dict()), "optimizer": moments(self.optimizer, named)}
         checkpoint.save(self.folder, self.step, {**state, "seconds": self.seconds})
@@ -149,12 +149,13 @@ class _Run:
 
     def _publish(self) -> None:
         spread = float(Autoencoder(self.net).encode(self.held_out).mean.std())
-        self.net.register_to_config(scaling_factor=1 / spread if spread else 1.0)  # for diffusers' pipelines; our caches measure for themselves
+        # for diffusers' pipelines; `noiseclock encode` measures mean and std itself
+        self.net.register_to_config(scaling_factor=1 / spread if spread else 1.0)
         publish(self.net, self.folder)
 
 
 def publish(net: Any, folder: Path) -> None:
-    """Let diffusers write the network into `folder`, where other things lie, each file whole: the weights first, so that a config has some."""
+    """Write the network into `folder` in diffusers' format, each file atomically, config.json last, so that a config always has its weights."""
     new = folder / ".new"
     try:
         net.save_pretrained(str(new))

@@ -1,4 +1,4 @@
-"""A training that has been run, opened again to be looked at."""
+"""Open the checkpoint of a training, to sample from it and evaluate it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from noiseclock.lab.recipes import Recipe, completed
 
 
 class Trained(NamedTuple):
-    """A recipe, the network with its averaged weights in evaluation mode, the clock as it was, the training data, the update it has reached, and
-    the folder that it lies in."""
+    """A training at a checkpoint: its recipe, the network with averaged weights in evaluation mode, the clock, the training data, the number of
+    updates, and the folder of the run."""
 
     recipe: Recipe
     net: Any
@@ -39,7 +39,7 @@ class Trained(NamedTuple):
     folder: Path
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimiser as it was then, for this network."""
+        """The optimiser of this network, with its state from the checkpoint."""
         _, state = checkpoint.load(self.folder, self.step)
         found = optimizer_for(self.recipe, list(by_size(self.net).values()))
         load_moments(found, list(self.net.named_parameters()), state["optimizer"]["state"])
@@ -47,17 +47,17 @@ class Trained(NamedTuple):
 
 
 def opened(folder: str | Path, *, step: int | None = None, device: str | torch.device = "cpu", images: bool = True) -> Trained:
-    """The training in `folder` at its newest checkpoint, or at that of `step`. images: False does without those that it was trained on, where the
-    checkpoint tells enough of them to sample."""
+    """The training in `folder` at its newest checkpoint, or at that of `step`. images: False does not load the training images, if the checkpoint
+    has all that sampling needs."""
     if not checkpoint.steps(folder):
         raise Mistake(f"{folder} holds no checkpoint; give the folder of a training that has made one")
     step, state = checkpoint.load(folder, step)
     recipe = recipe_of(state["settings"])
-    outline = state.get("data")  # which checkpoints of earlier versions lack
+    outline = state.get("data")  # None in checkpoints of earlier versions
     data = load(recipe.data, size=recipe.size) if images or outline is None else without_images(outline)
     clock = recipe.clock(rank=0, world_size=1)
     clock.load_state_dict(state["ranks"][0]["clock"])
-    with torch.random.fork_rng(devices=[]):  # a training that goes on beside this must not notice
+    with torch.random.fork_rng(devices=[]):  # must not change the random numbers of a training in the same process
         net = network(recipe, data, clock)
     refuse_other_encoder(net, state["model"])
     net.load_state_dict({**state["model"], **state["ema"]})
@@ -65,7 +65,7 @@ def opened(folder: str | Path, *, step: int | None = None, device: str | torch.d
 
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
-    """The recipe that was written to a config.json, where tuples are lists."""
+    """The recipe with the settings of a config.json or checkpoint, where tuples are lists."""
     settings = completed(settings)
     if unknown := settings.keys() - {f.name for f in fields(Recipe)}:
         raise Mistake(f"config.json has settings that this version does not know: {', '.join(sorted(unknown))}")
@@ -75,7 +75,7 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found of a training at one update; None for what was left out. guidance, seed: of the samples. no_bits: why there can be none."""
+    """The evaluation of one checkpoint; None for a metric that was left out. guidance, seed: of the samples. no_bits: why `bits` is undefined."""
 
     step: int
     scores: Scores | None
@@ -88,7 +88,7 @@ class Evaluation:
     clip: ClipScore | None = None
 
     def text(self) -> str:
-        """Every figure with what it was measured on."""
+        """All results as text, each with the data that it was measured on."""
         guided = self.guidance != 1 and (self.scores is not None or self.clip is not None)
         lines = [f"averaged weights at update {self.step:,}" + (f", samples with guidance {self.guidance:g}" if guided else "")]
         lines += [str(part) for part in (self.scores, self.clip, self.bits) if part is not None]
@@ -100,7 +100,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def write(self, folder: Path) -> Path:
-        """Write it to FOLDER/evaluations, under a name that tells apart what cannot be compared; returns the file."""
+        """Write it to FOLDER/evaluations; evaluations that cannot be compared get different names. Returns the file."""
         parts = [f"step-{self.step:08d}"]
         if (scores := self.scores) is not None:
             parts += [f"{scores.solver}-{scores.steps}-{scores.count}", scores.reference.replace("/", "_").replace(" ", "-")]
@@ -139,10 +139,10 @@ def evaluated(
     clip: str = "",
     clip_samples: int = 1000,
 ) -> Evaluation:
-    """Measure a training: distances of `samples` pictures from a split of its data, bits per dimension and loss on held-out images.
+    """Evaluate a training: distances of `samples` generated pictures from a split of its data, bits per dimension and loss on held-out images.
 
-    The bound takes `vlb_steps` steps for each of `vlb_images` images, or all of them; it needs a discrete schedule and pixels, and is left out
-    elsewhere. clip: the folder of a CLIP model, which then judges `clip_samples` pictures of a model of captions.
+    The variational bound uses `vlb_steps` steps for each of `vlb_images` images, all steps if None. It needs a discrete schedule and pixels, and is
+    left out otherwise. clip: the folder of a CLIP model, for the CLIP score of `clip_samples` pictures; the model must be trained on captions.
     """
     if min(samples, vlb_images) < 0:
         raise Mistake(f"samples and vlb_images must not be negative, got {samples} and {vlb_images}; 0 leaves them out")
@@ -157,7 +157,7 @@ def evaluated(
     drawn = max(samples, clip_samples if judge else 0)
     if samples:
         data = pictured(run.data if reference_split == "train" else load(recipe.data, split=reference_split, size=recipe.size))
-        network_seeing = network_for(data.name, resize=resize)  # first, because it may be missing, and samples take long
+        network_seeing = network_for(data.name, resize=resize)  # before sampling, which takes long, because its weights may be missing
     if drawn:
         solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
         images = sampled(

@@ -1,9 +1,9 @@
-"""Samplers, weightings, schedules and objectives as one word on a command line: `name` or `name:option=value,option=value`; and what a sampler has
-learned, in a few.
+"""Samplers, weightings, schedules and objectives as text on the command line, `name` or `name:option=value,option=value`; and a short text on what
+a sampler has learned.
 
 speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-normal,k=3      scaled-linear:beta_end=0.0195
 
-Shorthands of samplers: lsm for loss-second-moment; adaptive.paper, adaptive.scaled, adaptive.released and adaptive.cheap as in Python.
+Short names of samplers: lsm for loss-second-moment; adaptive.paper, adaptive.scaled, adaptive.released and adaptive.cheap as in Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from noiseclock.lab.errors import Mistake, choose
 
 Made = TypeVar("Made")
 
-# in words there are no lists of betas; and a trainer, unlike a Clock, sees to it that what Uncertainty learns is optimised
+# a list of betas cannot be written here; Uncertainty can, because the trainer, unlike a Clock, optimises its parameters
 _SCHEDULES = {name: make for name, make in SCHEDULES.items() if name != "betas"}
 _WEIGHTINGS: dict[str, Callable[..., Weighting]] = {**WEIGHTINGS, "uncertainty": Uncertainty}
 
@@ -41,7 +41,7 @@ SHORT = {
 
 
 def sampler(text: str) -> Sampler:
-    """The sampler of these words.
+    """The sampler of this text.
 
     >>> sampler("speed:k=3,tau=641")
     SpeeD(k=3.0, tau=641, variant='paper', schedule=None)
@@ -51,7 +51,7 @@ def sampler(text: str) -> Sampler:
 
 
 def written_out(text: str) -> str:
-    """The words of a sampler without a shorthand; options that are given beside one stand in place of its own.
+    """The text of a sampler with a short name written out; options given with a short name replace its own.
 
     >>> written_out("adaptive.paper:floor=0.01,count=5")
     'adaptive:variant=paper,floor=0.01,count=5'
@@ -66,7 +66,7 @@ def written_out(text: str) -> str:
 
 
 def weighting(text: str) -> Weighting:
-    """The weighting of these words.
+    """The weighting of this text.
 
     >>> weighting("min-snr:gamma=4,normalize=true")
     MinSNR(normalize=True, gamma=4.0)
@@ -75,7 +75,7 @@ def weighting(text: str) -> Weighting:
 
 
 def objective(text: str) -> Objective:
-    """The objective of these words.
+    """The objective of this text.
 
     >>> objective("edm:sigma_data=1")
     Preconditioned(sigma_data=1.0)
@@ -84,7 +84,7 @@ def objective(text: str) -> Objective:
 
 
 def schedule(text: str, steps: int | None) -> Schedule:
-    """The schedule of these words; steps: T of a discrete one, 1000 for None, and None for a continuous one."""
+    """The schedule of this text. steps: T of a discrete schedule, 1000 if None; must be None for a continuous schedule."""
     name, options = split(text)
     make: Any = _SCHEDULES[choose("schedule", name, _SCHEDULES)]
     if "steps" in options:
@@ -97,7 +97,7 @@ def schedule(text: str, steps: int | None) -> Schedule:
 def _made(kind: str, text: str, wanted: type[Made], known: Mapping[str, Callable[..., Made]], given: Mapping[str, Any] = {}) -> Made:
     name, options = split(text)
     choose(kind, name, known)
-    for inner in {"sampler", "other"} & set(options):  # of a wrapper
+    for inner in {"sampler", "other"} & set(options):  # options of a wrapper that are samplers themselves
         options[inner] = sampler(str(options[inner]))
     if isinstance(options.get("weighting"), str):
         options["weighting"] = weighting(options["weighting"])
@@ -137,7 +137,7 @@ def _value(text: str) -> Any:
 
 
 def state_of(sampler: Sampler) -> str:
-    """What a sampler has learned, in a few words; reads the device."""
+    """A short text on what a sampler has learned; synchronises with the device."""
     if isinstance(sampler, Adaptive):
         info = sampler.info
         quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
