@@ -32,14 +32,14 @@ def unlabelled(tmp_path, elsewhere):
     return replace(TINY, data="folder:set", conditional=True, updates=2, validate_every=2)
 
 
-SAID = "folder:set test has no labels, so the model is measured there as one that is told no class"
+SAID = "folder:set test has no labels, so the model is measured there with the null class"
 
 
 def test_a_training_says_that_it_is_validated_without_classes(unlabelled, tmp_path, recwarn):
     trained(unlabelled, tmp_path / "run")
     assert [str(found.message) for found in recwarn if "labels" in str(found.message)] == [SAID]
     trained(replace(unlabelled, drop_labels=0.0), tmp_path / "never withheld")
-    assert [str(found.message) for found in recwarn][-1] == f"{SAID}, which it has not learned to be, because drop_labels is 0"
+    assert [str(found.message) for found in recwarn][-1] == f"{SAID}, which it was not trained with: drop_labels is 0"
 
 
 @pytest.mark.filterwarnings("default:.*has no labels")

@@ -47,8 +47,8 @@ def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
 def told_held_out(recipe: Recipe, held_out: Data, *, warn: bool = True) -> bool:
     """Does the model get the labels or captions of held-out images? If they have none, a conditional model gets the null class, with a warning."""
     if recipe.conditional and held_out.labels is None and warn:
-        untrained = "" if recipe.drop_labels else ", which it has not learned to be, because drop_labels is 0"
-        warnings.warn(f"{held_out.name} has no labels, so the model is measured there as one that is told no class{untrained}", stacklevel=2)
+        untrained = "" if recipe.drop_labels else ", which it was not trained with: drop_labels is 0"
+        warnings.warn(f"{held_out.name} has no labels, so the model is measured there with the null class{untrained}", stacklevel=2)
     return recipe.conditional and held_out.labels is not None
 
 
@@ -72,7 +72,7 @@ def sampled(
         n = count * batch
         predict = CapturedForward(torch.compile(net, dynamic=False) if recipe.compile and n * steps >= WORTH_COMPILING else net)  # type: ignore[arg-type]
     if guidance != 1 and recipe.conditional and not recipe.drop_labels:
-        raise Mistake("guidance leads away from what a model makes if told nothing, which this one never was: it was trained with drop_labels 0")
+        raise Mistake("guidance needs a model that was also trained without labels; this one was trained with drop_labels 0")
     labels = None
     if recipe.conditional and asked is not None:
         labels = asked[torch.arange(n) % len(asked)]
