@@ -105,7 +105,7 @@ class Adaptive(Sampler):
         choose("way to select times", self.select, SELECTORS)
         choose("Adaptive variant", self.variant, VARIANTS)
         if not 0 < self.floor < 1:
-            raise ValueError(f"Adaptive: floor must lie between 0 and 1, so that every time stays reachable, got {self.floor}")
+            raise ValueError(f"Adaptive: floor must lie between 0 and 1, so that every time can be drawn, got {self.floor}")
 
     @property
     def must_know(self) -> bool:
@@ -122,11 +122,11 @@ class Adaptive(Sampler):
         self._setting = setting
         schedule = setting.schedule
         if self.stride > self.cells // 3:
-            raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe")
-        if self.count > len(range(self.stride // 2, self.cells, self.stride)):
-            raise ValueError(f"Adaptive: {self.count} times cannot be selected from every {self.stride}th of {self.cells}")
-        self._beta = BetaCells(self.cells)
+            raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe; lower `stride`")
         grid = (torch.arange(self.stride // 2, self.cells, self.stride, device="cpu", dtype=torch.float64) + 0.5) / self.cells
+        if self.count > len(grid):
+            raise ValueError(f"Adaptive: count is {self.count}, but the probe grid has only {len(grid)} times; lower `count` or `stride`")
+        self._beta = BetaCells(self.cells)
         self._grid = Table(grid)
         # in bits per dimension: the entropy coefficient is tuned for this unit
         self._bits = Table(VLB()(schedule, grid, setting.objective) / math.log(2))
@@ -173,7 +173,7 @@ class Adaptive(Sampler):
             if self._saved is not None:
                 self._restore(self._saved)
         if shape != self._shape:
-            raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, got {shape}")
+            raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, got {shape}; use a new clock for another shape")
         return self._policy
 
     # --- the density --------------------------------------------------------------------------------------------------------------------
@@ -379,13 +379,15 @@ class Adaptive(Sampler):
         if (mean - self._mean.values).abs().sum() / 2 > 0.3:
             self._health.warn(
                 "jump",
-                f"the sampling density moved by more than 30 % in one step. The policy's learning rate, {self.learning_rate:g}, is too high.",
+                "the sampling density moved by more than 30 % in one step. The policy's learning rate is too high: lower `lr`, "
+                f"now {self.learning_rate:g}.",
             )
         starved = (mean * self.cells < STARVED).double().mean().item()
         if starved > 0.05:
             self._health.warn(
                 "starved",
-                f"{starved:.0%} of the times are drawn less than {STARVED:.0%} as often as uniformly: the model hardly sees them. Raise `floor`.",
+                f"{starved:.0%} of the times are drawn less than {STARVED:.0%} as often as under uniform sampling: the model hardly sees them. "
+                "Raise `floor`.",
             )
         self._look_at_selection()
 
@@ -400,8 +402,8 @@ class Adaptive(Sampler):
         if self._chance >= 5:
             self._health.warn(
                 "selection",
-                f"for five probes the {self.count} selected times predicted the whole no better than random ones (R² {self._queue.r_squared:.2f}). "
-                "Raise `count` or `queue`, or use select='greedy'.",
+                f"for five probes the {self.count} selected times predicted the mean over all times no better than random ones "
+                f"(R² {self._queue.r_squared:.2f}). Raise `count` or `queue`, or use select='greedy'.",
             )
 
     # --- state --------------------------------------------------------------------------------------------------------------------------
@@ -430,15 +432,15 @@ class Adaptive(Sampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._bound  # noqa: B018
         if set(state) != STATE:
-            raise ValueError(f"Adaptive: its state has {sorted(STATE)}, but was given {sorted(state)}")
+            raise ValueError(f"Adaptive: its state must hold {sorted(STATE)}, got {sorted(state)}")
         self._queue.check(state["queue"])
         if not isinstance(state["mean"], Tensor) or state["mean"].shape != self._mean.values.shape:
-            raise ValueError(f"Adaptive: the state's density is not one over {self.cells} times")
+            raise ValueError(f"Adaptive: the density in the state must have {self.cells} times")
         if state["shape"]:
             with torch.device("meta"):
                 wanted = Policy(tuple(state["shape"]), self.hidden).state_dict()
             if {n: v.shape for n, v in wanted.items()} != {n: v.shape for n, v in state["policy"].items()}:
-                raise ValueError("Adaptive: the state's policy network is not one of this width and shape")
+                raise ValueError("Adaptive: the policy network in the state has other layer sizes than this one; `hidden` must be the same")
         self.probes, self._skipped, self._chance = int(state["probes"]), int(state["skipped"]), int(state["chance"])
         self._reward = state["reward"].clone()
         self._queue.load_state_dict(state["queue"])

@@ -128,8 +128,8 @@ class Clock:
         (lo, hi), (base_lo, base_hi) = self.sampler.support, self.base.support
         if self.corrected and (lo > base_lo or hi < base_hi):
             raise ValueError(
-                f"importance correction cannot reach all of the base: {self.sampler} draws from [{lo:g}, {hi:g}] only, {self.base} covers "
-                f"[{base_lo:g}, {base_hi:g}]; mix it with the base (Mixture), restrict the base, or pass correct='none'"
+                f"importance correction needs a sampler that covers the base: {self.sampler} draws from [{lo:g}, {hi:g}] only, {self.base} covers "
+                f"[{base_lo:g}, {base_hi:g}]; mix the sampler with the base (Mixture), restrict the base, or pass correct='none'"
             )
 
     # --- the step -----------------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Clock:
         if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
             raise ValueError(f"micro must be a tuple (i, n) of whole numbers with 0 <= i < n, got {micro}")
         if get_worker_info() is not None:  # each worker gets a new copy of the clock in every epoch
-            raise ValueError("all workers of a DataLoader, in every epoch, would draw the same times and noise; draw in the training loop")
+            raise ValueError("in a DataLoader every worker would draw the same times and noise in every epoch; call clock.draw in the training loop")
         if micro[0] == 0 and not _capturing(x0):
             self._before_update(x0, predict, cond)
         # before `uniforms` counts this draw: the seed of a new stream depends on the number of draws, and a graph may need it before the first
@@ -241,7 +241,7 @@ class Clock:
         time = torch.sigmoid(x)
         share = density.log_prob(time).exp() * time * torch.sigmoid(-x)
         if share.sum() == 0:
-            raise ValueError(f"normalize=True cannot find the mean weight under {density}, which is too narrow; leave it out")
+            raise ValueError(f"normalize=True cannot compute the mean weight under {density}, which is too narrow; leave normalize out")
         return (share * self.weighting(self.schedule, time, self.objective)).sum() / share.sum()
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ class Clock:
         """
         optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; or call clock.updated() after each update")
+            raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; without one, call clock.updated() after each update")
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; several are one as nn.ModuleList([...])")
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; put several into nn.ModuleList([...])")
         if self._hook is not None:
             self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -281,7 +281,7 @@ class Clock:
         its value only if the sampler or the base needs it now.
         """
         if self._hook_counts and (isinstance(skipped, Tensor) or not skipped):
-            raise ValueError("the attached optimiser's updates are counted by its hook, and clock.updated() would count them twice; leave one out")
+            raise ValueError("a hook already counts the attached optimiser's updates, and clock.updated() would count them twice; remove the call")
         self._updated(skipped)
 
     def _updated(self, skipped: bool | Tensor) -> None:
@@ -338,7 +338,7 @@ class Clock:
         modules = modules_of(predict) if self._model is None else self._model
         if not modules or (self.optimizer is not None and not self._trains(modules)):
             given = brief(repr(predict))
-            raise ValueError(f"cannot find the model that is trained behind predict={given}; name it: clock.attach(optimizer, model=model)")
+            raise ValueError(f"cannot find the trained model in predict={given}; pass it: clock.attach(optimizer, model=model)")
         # the probe's own noise, seeded by the update count: training must not depend on how often the model is probed
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
@@ -363,8 +363,8 @@ class Clock:
         self._put_off += 1
         if self._put_off == TOO_SMALL:
             raise ValueError(
-                f"{type(self.sampler).__name__} needs batches of at least {least} samples on every rank to look at the model, and the last "
-                f"{TOO_SMALL} were smaller; make them larger or take another sampler"
+                f"{type(self.sampler).__name__} needs batches of at least {least} samples on every rank to probe the model, but the last "
+                f"{TOO_SMALL} were smaller; use larger batches or another sampler"
             )
         return True
 
@@ -376,7 +376,7 @@ class Clock:
         self._waiting += 1
         if self._waiting == PATIENCE and self.sampler.needs_updates:
             warnings.warn(
-                f"{PATIENCE} batches were drawn and no optimiser update was seen, so {type(self.sampler).__name__} stands still; "
+                f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
                 "call clock.attach(optimizer), or clock.updated() after each update",
                 stacklevel=3,
             )
@@ -384,7 +384,7 @@ class Clock:
             self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
-                raise ValueError(f"{type(self.sampler).__name__} looks at the model: pass it as clock.draw(x0, predict=model)")
+                raise ValueError(f"{type(self.sampler).__name__} probes the model: pass it as clock.draw(x0, predict=model)")
             self.probe(x0, predict, cond)
 
     def _without_gradients(self) -> bool:
@@ -452,9 +452,9 @@ class Clock:
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or (missing := STATE - set(state)):
             lacks = f"{', '.join(sorted(missing))} missing" if isinstance(state, Mapping) else f"it is {state!r}"
-            raise ValueError(f"this is not the whole state of a Clock: {lacks}")
+            raise ValueError(f"this is not a complete state of a Clock: {lacks}")
         if state["version"] != VERSION:
-            raise ValueError(f"the state has version {state['version']}, this library reads {VERSION}")
+            raise ValueError(f"the state has version {state['version']}, but this library reads version {VERSION} only")
         for part, mine in self._setup().items():
             theirs = state["setup"].get(part)
             if theirs != mine:

@@ -167,8 +167,8 @@ class Probe:
         self._exact = False
         if held := rows_held(predict, len(x0)):
             warnings.warn(
-                f"predict brings along {', '.join(held)}, with a row for each sample of the batch, but it is shown other samples, in other numbers; "
-                "pass what belongs to the samples as cond, and let predict(x_t, t, cond) take it",
+                f"predict holds {', '.join(held)}, with a row for each sample of the batch, but probes call it with other samples and batch sizes; "
+                "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them",
                 stacklevel=3,
             )
 
@@ -193,7 +193,7 @@ class Probe:
         rows = torch.arange(len(self.x0), device=time.device) if rows is None else rows
         noise_rows = rows if noise_rows is None else noise_rows
         if not len(time) == len(rows) == len(noise_rows):
-            raise ValueError(f"times, rows and noise rows must be as many, got {len(time)}, {len(rows)} and {len(noise_rows)}")
+            raise ValueError(f"times, rows and noise rows must have the same length, got {len(time)}, {len(rows)} and {len(noise_rows)}")
         while True:
             try:
                 return self._losses(time, rows, noise_rows)
@@ -202,7 +202,7 @@ class Probe:
                 if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):
                     raise
             self.rows = -(-self.rows // 2)
-            warnings.warn(f"a probe of the model ran out of memory; it goes on with {self.rows} samples at a time", stacklevel=2)
+            warnings.warn(f"a probe of the model ran out of memory; it continues with {self.rows} samples at a time", stacklevel=2)
 
     def _losses(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
         found = []

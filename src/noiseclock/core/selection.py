@@ -129,7 +129,7 @@ class Queue:
         rows, selected = state.get("rows"), state.get("selected")
         fits = isinstance(rows, Tensor) and isinstance(selected, Tensor) and rows.ndim == 2 and selected.shape == self.selected.shape
         if not fits or rows.shape[1] != self.columns or len(rows) > self.size:  # type: ignore[union-attr, arg-type]  # `fits` says that they are tensors
-            raise ValueError(f"the queue keeps up to {self.size} rows of {self.columns} times, which the state given does not hold")
+            raise ValueError(f"the queue in the state must hold up to {self.size} rows of {self.columns} times")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)
