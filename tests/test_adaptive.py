@@ -241,10 +241,10 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
     good = before["sampler"]
     policy = {name: value[:1] for name, value in good["policy"].items()}
     for bad, message in [
-        ({k: v for k, v in good.items() if k != "queue"}, "its state has .*'queue'"),
-        ({**good, "mean": good["mean"][:5]}, "not one over 100 times"),
-        ({**good, "policy": policy}, "not one of this width and shape"),
-        ({**good, "queue": {}}, "which the state given does not hold"),
+        ({k: v for k, v in good.items() if k != "queue"}, "its state must hold .*'queue'"),
+        ({**good, "mean": good["mean"][:5]}, "must have 100 times"),
+        ({**good, "policy": policy}, "has other layer sizes"),
+        ({**good, "queue": {}}, "queue in the state must hold"),
     ]:
         with pytest.raises(ValueError, match=message):
             clock.load_state_dict({**before, "sampler": bad})

@@ -193,7 +193,7 @@ def test_warnings_are_given_once_with_advice():
     messages = [str(w.message) for w in caught]
     assert len(messages) == 2
     assert "collapsed: 99 % of its mass lies in 5 % of the times. Raise `entropy`" in messages[0]
-    assert "The policy's learning rate, 0.01, is too high" in messages[1]
+    assert "The policy's learning rate is too high: lower `lr`, now 0.01" in messages[1]
 
 
 def test_a_small_effective_sample_size_is_said_where_the_loss_is_corrected():
@@ -220,7 +220,7 @@ def test_starved_times_are_said():
     starved = torch.full((100,), 0.001 / 100, dtype=torch.float64)
     starved[:60] += 0.999 / 60
     clock.sampler._mean.set_(starved)  # no jump
-    with pytest.warns(UserWarning, match="40% of the times are drawn less than 2% as often as uniformly: .* Raise `floor`"):
+    with pytest.warns(UserWarning, match="40% of the times are drawn less than 2% as often as under uniform sampling: .* Raise `floor`"):
         clock.sampler._look(starved, 1.0)
 
 
@@ -245,12 +245,12 @@ def test_a_selection_no_better_than_chance_is_said():
         (lambda: nc.Adaptive(queue=2), ValueError, "queue must be a whole number of at least 3, got 2"),
         (lambda: nc.Adaptive(select="best"), ValueError, "known: all, f, greedy"),
         (lambda: nc.Adaptive(variant="ours"), ValueError, "known: paper, released, scaled"),
-        (lambda: nc.Adaptive(floor=0.0), ValueError, "so that every time stays reachable, got 0"),
+        (lambda: nc.Adaptive(floor=0.0), ValueError, "so that every time can be drawn, got 0"),
         (lambda: nc.Adaptive(lr=-1.0), ValueError, "lr must be positive"),
         (lambda: nc.Adaptive().sample(3), ValueError, "learns from a Clock"),
         (lambda: nc.Clock("linear", nc.Adaptive(stride=500)), ValueError, "leaves fewer than three of 1000 times"),
-        (lambda: nc.Clock(SCHEDULE, nc.Adaptive(count=25)), ValueError, "25 times cannot be selected from every 1th of 20"),
-        (lambda: nc.Clock("linear", "adaptive").draw(torch.zeros(4, 2)), ValueError, "Adaptive looks at the model"),
+        (lambda: nc.Clock(SCHEDULE, nc.Adaptive(count=25)), ValueError, "count is 25, but the probe grid has only 20 times"),
+        (lambda: nc.Clock("linear", "adaptive").draw(torch.zeros(4, 2)), ValueError, "Adaptive probes the model"),
     ],
 )
 def test_bad_input_is_named(call, error, message):

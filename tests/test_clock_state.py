@@ -141,14 +141,14 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
     good = clock.state_dict()
     clock = nc.Clock("linear", "speed", nc.MinSNR(5.0), seed=1)
     cases = [
-        ({k: v for k, v in good.items() if k != "draws"}, "not the whole state of a Clock: draws missing"),
-        ({**good, "version": 99}, "version 99, this library reads 1"),
-        ({**good, "sampler": {"x": 1}}, "has no state, but was given"),
+        ({k: v for k, v in good.items() if k != "draws"}, "not a complete state of a Clock: draws missing"),
+        ({**good, "version": 99}, "version 99, but this library reads version 1 only"),
+        ({**good, "sampler": {"x": 1}}, "has no state, got"),
         ({**good, "record": {}}, "50 bins"),
         ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
         ({**good, "draws": "x"}, "invalid literal"),
         ({**good, "autocast": "int8"}, "unknown autocast of the state 'int8'"),
-        (None, "not the whole state of a Clock: it is None"),
+        (None, "not a complete state of a Clock: it is None"),
         (nc.Clock("cosine", "speed", nc.MinSNR(5.0), seed=1).state_dict(), "its schedule is Cosine"),
         (nc.Clock("linear", "uniform", nc.MinSNR(5.0), seed=1).state_dict(), r"its sampler is Uniform\(\)"),
         (nc.Clock("linear", "speed", nc.MinSNR(4.0), seed=1).state_dict(), "its weighting is MinSNR.*gamma=4.0"),

@@ -137,7 +137,7 @@ def test_a_foreign_state_is_refused():
     with pytest.raises(ValueError, match=r"shape \(16,\)"):
         sampler.load_state_dict(state)
     del state["variance"]
-    with pytest.raises(ValueError, match="its state has estimates, pmf, skipped, variance"):
+    with pytest.raises(ValueError, match="its state must hold estimates, pmf, skipped, variance"):
         GradientVariance().load_state_dict(state)
 
 

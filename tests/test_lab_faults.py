@@ -132,7 +132,7 @@ def test_a_probe_that_runs_out_of_memory_goes_on_in_smaller_pieces(tmp_path, mon
         warnings.simplefilter("always")
         records = list(run.updates(interrupt.Wish()))
     assert [str(warning.message) for warning in told] == [
-        f"a probe of the model ran out of memory; it goes on with {rows} samples at a time" for rows in (8, 4)
+        f"a probe of the model ran out of memory; it continues with {rows} samples at a time" for rows in (8, 4)
     ]
     assert run.clock.probe_rows == 4
     assert sizes[:3] == [16, 8, 4]

@@ -182,7 +182,7 @@ WRONG = {
     "solver_steps can be at most 10, the steps of the schedule, got 50": {"steps": 10},
     "take the objective v, x0 or flow": {"schedule": "linear:zero_terminal_snr=true"},
     "correction": {"correct": "perhaps"},
-    "importance correction cannot reach all of the base": {"sampler": "truncated:sampler=uniform,lo=0.5", "correct": "importance"},
+    "importance correction needs a sampler that covers the base": {"sampler": "truncated:sampler=uniform,lo=0.5", "correct": "importance"},
 }
 
 

@@ -111,7 +111,7 @@ def test_masses_of_all_levels_sum_to_one():
 
 
 def test_step_0_is_the_decoders():
-    with pytest.raises(ValueError, match="begin at step 1"):
+    with pytest.raises(ValueError, match="KL terms exist for steps from 1 on"):
         kl_term(nc.schedule("linear"), torch.tensor([0]), torch.zeros(1, 2), torch.zeros(1, 2))
 
 

@@ -347,7 +347,7 @@ def test_losses_that_are_not_finite_are_skipped_and_counted(make):
             clean.advance(update)
             broken.advance(update)
 
-    assert caught(learn) == [f"{make.__name__}: 3 losses were not finite and were skipped; look at the model or its precision"]
+    assert caught(learn) == [f"{make.__name__}: 3 losses were not finite and were skipped; check the model and its precision"]
     assert (clean.skipped, broken.skipped) == (0, 30)
     assert torch.equal(log_pmf(clean, 20), log_pmf(broken, 20))
     assert (log_pmf(clean, 20).exp() - 0.05).abs().max() > 0.01

@@ -67,9 +67,9 @@ def test_a_bad_state_is_refused_and_nothing_changes():
     mine = good["sampler"]
     other = nc.Clock(SMALL, LossHistory()).state_dict()["sampler"]
     cases = [
-        ({}, "its state has count, faded, pending, pmf, seen, since, skipped, but was given nothing"),
-        ({k: v for k, v in mine.items() if k != "faded"}, "but was given count, pending"),
-        (other, "LossSecondMoment: its state has"),
+        ({}, "its state must hold count, faded, pending, pmf, seen, since, skipped, got nothing"),
+        ({k: v for k, v in mine.items() if k != "faded"}, "got count, pending"),
+        (other, "LossSecondMoment: its state must hold"),
         ({**mine, "pmf": mine["pmf"][:4]}, r"'pmf' of the state must be torch.float64 of shape \(8,\), got torch.float64 of shape \(4,\)"),
         ({**mine, "faded": mine["faded"].long()}, "'faded' of the state must be torch.float64"),
         ({**mine, "faded": mine["faded"] * math.nan}, "'faded' of the state holds values that are not finite"),
@@ -85,7 +85,7 @@ def test_a_bad_state_is_refused_and_nothing_changes():
 def test_a_sampler_that_sees_no_updates_says_so_once():
     clock = nc.Clock("linear", LossSecondMoment())
     (message,) = caught(lambda: [clock.draw(torch.zeros(1, 1)) for _ in range(2500)])
-    assert "no optimiser update was seen, so LossSecondMoment stands still; call clock.attach" in message
+    assert "no optimiser update was seen, so the density of LossSecondMoment does not change; call clock.attach" in message
 
 
 @pytest.mark.parametrize("make", [LossSecondMoment, LossHistory])
@@ -98,7 +98,7 @@ def test_a_sampler_that_hears_of_no_loss_says_so_once(make):
             clock.updated()
 
     (message,) = caught(lambda: learn(lambda clock, b: (b.x_t - b.target).square().mean() * b.weight))
-    assert message.startswith(f"{make.__name__} has seen no loss, so it stands still; it learns in clock.loss(b, prediction)")
+    assert message.startswith(f"{make.__name__} has seen no loss, so it cannot learn; compute your loss with clock.loss(b, prediction)")
     assert caught(lambda: learn(lambda clock, b: clock.loss(b, b.x_t))) == []
 
 

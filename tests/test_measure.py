@@ -267,9 +267,9 @@ def test_measured_under_no_grad_and_bfloat16():
     [
         (lambda c, m, x: gradient_variance(c, m, x, samples=4, pairs=4), ValueError, "a pair takes at least two samples"),
         (lambda c, m, x: gradient_variance(c, m, x[:1]), ValueError, "at least two samples"),
-        (lambda c, m, x: gradient_variance(c, m.requires_grad_(False), x), ValueError, "no parameter that is trained"),
-        (lambda c, m, x: gradient_variance(c, lambda x_t, t: x_t, x, model=m), ValueError, "depends on no parameter"),
-        (lambda c, m, x: loss_over_time(c, torch.sin, x), ValueError, "name it: model="),
+        (lambda c, m, x: gradient_variance(c, m.requires_grad_(False), x), ValueError, "no trained parameter"),
+        (lambda c, m, x: gradient_variance(c, lambda x_t, t: x_t, x, model=m), ValueError, "depends on no trained parameter"),
+        (lambda c, m, x: loss_over_time(c, torch.sin, x), ValueError, "pass it as model="),
         (lambda c, m, x: loss_over_time(c, m, x, times=0), ValueError, "at least 1, got 0"),
         (lambda c, m, x: loss_over_time(c, m, x, times=[1.5]), ValueError, r"must lie in \[0, 1\]"),
         (lambda c, m, x: loss_over_time(c, m, x, repeats=0), ValueError, "must be at least 1"),
@@ -317,5 +317,5 @@ def test_utility_says_what_it_cannot_know():
         nc.measure.utility_over_time(clock, model, torch.optim.SGD(model.parameters()), x0, target="fid")
     with pytest.raises(ValueError, match="bins and probes must be at least 1"):
         nc.measure.utility_over_time(clock, model, torch.optim.SGD(model.parameters()), x0, probes=0)
-    with pytest.warns(UserWarning, match="the metric of RMSprop is not known, so gradients are measured as they are"):
+    with pytest.warns(UserWarning, match="the metric of RMSprop is not known, so gradients are measured without preconditioning"):
         nc.measure.utility_over_time(clock, model, torch.optim.RMSprop(model.parameters()), x0, probes=1, bins=2)

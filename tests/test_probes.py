@@ -101,7 +101,7 @@ def test_labels_that_predict_brings_along_are_told_of(how):
         "captions": lambda x, t: model(x, t, torch.tensor([[float(caption is None)] for caption in captions])),
     }[how]
     name = {"captions": "captions", "partial": "argument 0", "mapping": r"extra\['labels'\]"}.get(how, "labels")
-    with pytest.warns(UserWarning, match=f"predict brings along {name}, with a row for each sample .* as cond, and let"):
+    with pytest.warns(UserWarning, match=f"predict holds {name}, with a row for each sample .* as cond, and let"):
         nc.Clock("linear", Probing()).draw(x0, predict=predict)
     # as it should be written, and what only looks alike: warnings are errors here
     nc.Clock("linear", Probing()).draw(x0, predict=model, cond=labels)
@@ -127,16 +127,16 @@ def test_a_model_that_fails_in_a_probe_is_probed_anew():
 
 
 def test_a_probing_sampler_without_a_model_says_so():
-    with pytest.raises(ValueError, match=r"Probing looks at the model: pass it as clock.draw\(x0, predict=model\)"):
+    with pytest.raises(ValueError, match=r"Probing probes the model: pass it as clock.draw\(x0, predict=model\)"):
         nc.Clock("linear", Probing()).draw(data())
-    with pytest.raises(ValueError, match=r"cannot find the model that is trained behind predict=.*name it: clock\.attach"):
+    with pytest.raises(ValueError, match=r"cannot find the trained model in predict=.*pass it: clock\.attach"):
         nc.Clock("linear", Probing()).draw(data(), predict=torch.add)
-    with pytest.raises(ValueError, match=r"behind predict=Sequential\(\.\.\.\); name it") as refused:  # a U-Net has a thousand lines
+    with pytest.raises(ValueError, match=r"in predict=Sequential\(\.\.\.\); pass it") as refused:  # a U-Net has a thousand lines
         nc.Clock("linear", Probing()).attach(torch.optim.Adam(nn.Linear(2, 2).parameters())).draw(data(), predict=nn.Sequential(nn.Linear(2, 2)))
     assert "\n" not in str(refused.value)
     # and no call has moved the clock
     clock, twin = nc.Clock("linear", Probing()), nc.Clock("linear", Probing())
-    with pytest.raises(ValueError, match="looks at the model"):
+    with pytest.raises(ValueError, match="probes the model"):
         clock.draw(data())
     model = Denoiser()
     assert torch.equal(clock.draw(data(), predict=model).time, twin.draw(data(), predict=model).time)
@@ -187,7 +187,7 @@ def test_a_predict_that_shows_another_model_only_is_refused():
     predict = lambda x, t: hidden(x, t) + 0 * other(x, t)  # noqa: E731
     optimizer = torch.optim.SGD(hidden._call[0].parameters(), lr=0.1)
     clock = nc.Clock("linear", Probing()).attach(optimizer)
-    with pytest.raises(ValueError, match="cannot find the model that is trained"):
+    with pytest.raises(ValueError, match="cannot find the trained model"):
         clock.draw(data(), predict=predict)
 
 
@@ -249,7 +249,7 @@ def test_probes_of_many_times_come_in_chunks_of_the_batch():
         x_t = (a * x0[3] + s * noise[noise_rows[i]]).float()
         expected = ((nn.functional.linear(x_t, model.weight, model.bias) + label[3] - noise[noise_rows[i]]) ** 2).mean()
         assert losses[i].item() == pytest.approx(expected.item(), rel=1e-5)
-    with pytest.raises(ValueError, match="must be as many, got 3, 8 and 8"):
+    with pytest.raises(ValueError, match="must have the same length, got 3, 8 and 8"):
         probe.losses(time[:3])
 
 
@@ -344,7 +344,7 @@ def test_a_probe_that_runs_out_of_memory_halves_its_rows_warns_and_remembers():
     torch.manual_seed(0)
     model = Small()
     clock = nc.Clock("linear", Probing())
-    with pytest.warns(UserWarning, match="ran out of memory; it goes on with [84] samples at a time"):
+    with pytest.warns(UserWarning, match="ran out of memory; it continues with [84] samples at a time"):
         clock.draw(data(), predict=model)
     assert clock.probe_rows == 4
     torch.manual_seed(0)

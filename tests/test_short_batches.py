@@ -53,7 +53,9 @@ def test_the_short_last_batch_of_an_epoch_is_left_out_where_it_is_too_small(name
 @pytest.mark.parametrize("name", [name for name, least in LEAST.items() if least > 1])
 def test_batches_that_are_always_too_small_are_an_error(name):
     small = LEAST[name] - 1
-    with pytest.raises(ValueError, match=rf"needs batches of at least {LEAST[name]} samples on every rank .* the last 20 were smaller; make"):
+    with pytest.raises(
+        ValueError, match=rf"needs batches of at least {LEAST[name]} samples on every rank .* the last 20 were smaller; use larger batches"
+    ):
         probed(name, [small], 20)
     assert probed(name, [*[small] * 19, 8], 40)[0] == [8, 8]
 

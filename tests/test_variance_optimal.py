@@ -74,7 +74,7 @@ def test_the_metric_of_others():
     assert metric(optimizer, list(model.parameters())) == ([0.1, 0.3], "")
     model, optimizer = stepped(lambda m: torch.optim.RMSprop(m.parameters()))
     assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "the metric of RMSprop is not known")
-    assert metric(None, list(model.parameters())) == ([1.0, 1.0], "no optimiser is known; attach one to the clock")
+    assert metric(None, list(model.parameters())) == ([1.0, 1.0], "no optimiser is known (attach one to the clock)")
     # before its first update Adam has none; what it does not train does not move
     model, optimizer = stepped(lambda m: torch.optim.Adam([m.weight]), steps=0)
     assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "")
@@ -102,7 +102,7 @@ def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit
     with pytest.raises(RuntimeError, match="out of memory"):
         derivative([model], parameters, direction, broken)
     assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
-    with pytest.raises(ValueError, match=r"lost in parameters of torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
         derivative([half := nn.Linear(2, 2).to(torch.bfloat16)], trained([half]), [torch.ones(2, 2), torch.ones(2)], broken)
 
 
@@ -302,7 +302,7 @@ def test_an_unknown_optimiser_is_said_once(kind):
             clock.loss(b, model(b.x_t, b.t)).mean().backward()
             clock.optimizer.step()
 
-    with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of RMSprop is not known, so gradients are measured as they are") as told:
+    with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of RMSprop is not known, .* without preconditioning") as told:
         train()
     assert len(told) == 1
     assert clock.sampler.probes == 3

@@ -1,14 +1,14 @@
 """Adaptive non-uniform timestep sampling (2411.09998): a policy that learns which times make an update useful.
 
-Every `every` updates the loss is measured before and after one of them. δ_τ = L_τ(θ_k) - L_τ(θ_{k+1}) with L_τ = c_τ·‖eps - eps_θ‖² is how far
-the variational bound's term at τ fell, in bits per dimension; Δ, its mean over all τ, is what the update was worth. Δ is estimated for each x0 of
-the batch by Δ̃, the mean of δ over the few times S that predict it best, and the policy takes one REINFORCE step:
+Every `every` updates the loss is measured before and after one update. δ_τ = L_τ(θ_k) - L_τ(θ_{k+1}) with L_τ = c_τ·‖eps - eps_θ‖² is the decrease
+of the variational bound's term at τ, in bits per dimension; Δ, the mean of δ_τ over all τ, is the value of the update. For each x0 of the batch Δ is
+estimated by Δ̃, the mean of δ_τ over the few times S that predict Δ best, and the policy takes one REINFORCE step:
 
-    ascend  E[A·ln π(t|x0)] + β·H(π),    A = Δ̃, or Δ̃ less a running mean of itself and in units of its running spread.
+    ascend  E[A·ln π(t|x0)] + β·H(π),    A = Δ̃, or (Δ̃ - its running mean) / its running standard deviation.
 
-Most of Δ̃ is what the whole batch's update did, and little of it the sample's own. So the baseline is a mean over past probes: one over the batch
-would take away just that part. And times are drawn independently, not stratified: stratified batches have all the same composition, and nothing
-could be learned from how a batch with more of some times did.
+Most of Δ̃ is the effect of the whole batch's update, and little of it that of the sample itself. So the baseline is a mean over past probes: a mean
+over the batch would remove exactly the first part. And times are drawn independently, not stratified: stratified batches all have the same
+composition, so the policy could not learn whether batches with more of some times do better.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from noiseclock.core.streams import finalize
 from noiseclock.core.table import Table, cell, lasting, wide
 from noiseclock.core.weightings import VLB
 
-CELLS = 1000  # of time, where the schedule has no steps
+CELLS = 1000  # cells of time if the schedule has no steps
 VARIANTS = ("paper", "scaled", "released")
-STARVED = 0.02  # of the uniform density
-MEMORY = 0.9  # of the running mean and spread of the reward, per probe
+STARVED = 0.02  # a time is starved if its density is below this share of the uniform density
+MEMORY = 0.9  # decay of the running mean and spread of the reward, per probe
 STATE = {"probes", "skipped", "chance", "reward", "mean", "queue", "shape", "policy", "optimizer"}
 
 
@@ -46,16 +46,16 @@ STATE = {"probes", "skipped", "chance", "reward", "mean", "queue", "shape", "pol
 class Adaptive(Sampler):
     """The paper's sampler. Defaults are its settings: f_S = 40, |S| = 3, |Q| = 20, entropy 0.01, policy learning rate by schedule.
 
-    Choose it to repeat the paper: what was measured here speaks for VarianceOptimal (docs/choose.md). A probe is 2·|S| + 2·T/B forward passes of a
-    batch of B, which makes training 1.15 to 1.2 times as long with 1000 steps, batches of 128 and these defaults (docs/performance.md); see `cheap`.
+    Choose it to reproduce the paper; our measurements favour VarianceOptimal (docs/choose.md). A probe takes 2·|S| + 2·T/B forward passes of a batch
+    of size B. With 1000 steps, batches of 128 and these defaults, training takes 1.15 to 1.2 times as long (docs/performance.md); see `cheap`.
 
     every: f_S, optimiser updates between probes. count: |S|. select: how S is chosen, "f" (the paper's F statistic), "greedy" (forward
-    selection) or "all" (every time of the grid for every x0: the exact Δ). queue: |Q|. stride: probe every so many-th step only. entropy: β.
-    lr: of the policy's Adam; None is 0.01 on the linear and quadratic schedules, 0.001 elsewhere. floor: share of the uniform density, so that
-    every time stays reachable. hidden: width of the policy's two hidden layers.
+    selection) or "all" (every time of the grid for every x0: the exact Δ). queue: |Q|. stride: the probe grid has every `stride`-th step. entropy: β.
+    lr: learning rate of the policy's Adam; None means 0.01 on the linear and quadratic schedules, 0.001 on others. floor: share of the uniform
+    density in p, so that every time can be drawn. hidden: width of the policy's two hidden layers.
 
-    variant "paper": the printed algorithm, with the same noise before and after. It stays near uniform: raw rewards are small beside the entropy.
-    variant "scaled" (`Adaptive.scaled()`): ours; rewards centred and scaled by their running mean and spread. It learns, and may collapse.
+    variant "paper": the printed algorithm, with the same noise before and after. It stays near uniform: raw rewards are small against the entropy.
+    variant "scaled" (`Adaptive.scaled()`): ours; rewards centred and scaled by their running mean and spread. It learns, but may collapse.
     variant "released" (`Adaptive.released()`): the authors' code made runnable: fresh noise after the update, δ summed over S, and the entropy
     inside the reward, where it multiplies ln π. (Dropout, which stays on in that code, is off here.)
     """
@@ -78,22 +78,22 @@ class Adaptive(Sampler):
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """The printed algorithm, by its name: what `Adaptive()` is."""
+        """The printed algorithm, the same as `Adaptive()`."""
         return cls(**{"variant": "paper", **changes})
 
     @classmethod
     def scaled(cls, **changes: Any) -> Self:
-        """With rewards that the entropy does not drown, and a floor: it learns, where the printed algorithm hardly moves."""
+        """With scaled rewards, which the entropy does not dominate, and a larger floor: it learns, while the printed algorithm hardly moves."""
         return cls(**{"variant": "scaled", "floor": 0.05, **changes})
 
     @classmethod
     def released(cls, **changes: Any) -> Self:
-        """What the authors' code does, made runnable."""
+        """The algorithm of the authors' code, made runnable."""
         return cls(**{"variant": "released", **changes})
 
     @classmethod
     def cheap(cls, **changes: Any) -> Self:
-        """A tenth of the probe grid, four times as seldom: under 2 % more passes of the model than with a fixed sampler, at batches of 128."""
+        """A tenth of the probe grid, and a quarter of the probes: under 2 % more passes of the model than with a fixed sampler, at batches of 128."""
         return cls(**{"every": 160, "stride": 10, **changes})
 
     def __post_init__(self) -> None:
@@ -105,16 +105,16 @@ class Adaptive(Sampler):
         choose("way to select times", self.select, SELECTORS)
         choose("Adaptive variant", self.variant, VARIANTS)
         if not 0 < self.floor < 1:
-            raise ValueError(f"Adaptive: floor must lie between 0 and 1, so that every time stays reachable, got {self.floor}")
+            raise ValueError(f"Adaptive: floor must lie between 0 and 1, so that every time can be drawn, got {self.floor}")
 
     @property
     def must_know(self) -> bool:
         return False
 
-    # --- where it works -----------------------------------------------------------------------------------------------------------------
+    # --- binding to a clock -------------------------------------------------------------------------------------------------------------
 
     def bind(self, setting: Setting) -> Self:
-        bound = replace(self)  # a clock's own: two clocks must not share what they learn
+        bound = replace(self)  # a copy for this clock: two clocks must not share what they learn
         bound._bind(setting)
         return bound
 
@@ -122,13 +122,13 @@ class Adaptive(Sampler):
         self._setting = setting
         schedule = setting.schedule
         if self.stride > self.cells // 3:
-            raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe")
-        if self.count > len(range(self.stride // 2, self.cells, self.stride)):
-            raise ValueError(f"Adaptive: {self.count} times cannot be selected from every {self.stride}th of {self.cells}")
-        self._beta = BetaCells(self.cells)
+            raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe; lower `stride`")
         grid = (torch.arange(self.stride // 2, self.cells, self.stride, device="cpu", dtype=torch.float64) + 0.5) / self.cells
+        if self.count > len(grid):
+            raise ValueError(f"Adaptive: count is {self.count}, but the probe grid has only {len(grid)} times; lower `count` or `stride`")
+        self._beta = BetaCells(self.cells)
         self._grid = Table(grid)
-        # in bits per dimension: the unit that the entropy coefficient is tuned to
+        # in bits per dimension: the entropy coefficient is tuned for this unit
         self._bits = Table(VLB()(schedule, grid, setting.objective) / math.log(2))
         self._mean = Table(torch.full((self.cells,), 1 / self.cells, dtype=torch.float64, device="cpu"))
         self._queue = Queue(self.queue, len(grid), self.count, self.select)
@@ -149,12 +149,12 @@ class Adaptive(Sampler):
 
     @property
     def cells(self) -> int:
-        """Of time, for each of which the policy has a probability: the steps, or a fine grid in continuous time."""
+        """The number of time cells, each with a probability of its own: the schedule's steps, or a fine grid in continuous time."""
         return self._bound.schedule.steps or CELLS
 
     @property
     def learning_rate(self) -> float:
-        """Of the policy."""
+        """The learning rate of the policy."""
         if self.lr is not None:
             return self.lr
         return 0.01 if type(self._bound.schedule) in (Linear, Quadratic) else 0.001
@@ -163,23 +163,23 @@ class Adaptive(Sampler):
         shape = tuple(x0.shape[1:])
         if self._policy is None:
             with lasting(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                # The same on every rank. The host's generator alone: torch.manual_seed would touch those of all GPUs.
+                # The same weights on every rank. Only the host's generator is seeded: torch.manual_seed would seed those of all GPUs too.
                 torch.default_generator.manual_seed(0)
                 policy = Policy(shape, self.hidden)
             with lasting():
-                self._policy = policy.to(x0.device, torch.float32)  # whatever the user's default is
+                self._policy = policy.to(x0.device, torch.float32)  # whatever torch's default dtype is
             self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.learning_rate, fused=True)
             self._shape = shape
             if self._saved is not None:
                 self._restore(self._saved)
         if shape != self._shape:
-            raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, got {shape}")
+            raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, got {shape}; use a new clock for another shape")
         return self._policy
 
     # --- the density --------------------------------------------------------------------------------------------------------------------
 
     def _pmf(self, x0: Tensor) -> Tensor:
-        """(B, n) the probability of every cell for every sample, floor included; with gradients where they are on."""
+        """(B, n) the probability of every cell for every sample, floor included; differentiable if gradients are enabled."""
         return (1 - self.floor) * self._beta.mass(self._policy_for(x0)(x0.detach())) + self.floor / self.cells
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class Adaptive(Sampler):
         schedule = self._bound.schedule
         pmf = self._mean_on(v.device).expand(n, -1) if x0 is None else self._pmf(x0)
         time, mass = draw_cells(pmf, v)
-        log_pmf = mass.log()  # there is a floor
+        log_pmf = mass.log()  # finite, because of the floor
         return Draw(time, log_pmf + math.log(self.cells), log_pmf if isinstance(schedule, Discrete) else None)
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class Adaptive(Sampler):
 
     @torch.no_grad()
     def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
-        # the mass of the step's interval, by the piecewise linear CDF of the cells
+        # the mass of the step's interval; the density is constant within each cell
         pmf = self._mean_on(step.device).expand(len(step), -1) if x0 is None else self._pmf(x0)
         lo, hi = step.to(pmf.dtype) * (self.cells / steps), (step + 1).to(pmf.dtype) * (self.cells / steps)
         edges = torch.arange(self.cells, device=step.device, dtype=pmf.dtype)
@@ -210,19 +210,19 @@ class Adaptive(Sampler):
 
     @property
     def selected(self) -> Tensor:
-        """(|S|,) the times that stand for all of them."""
+        """(|S|,) the selected times S."""
         self._settle()
         return self._grid.values[self._queue.selected]
 
     @property
     def skipped(self) -> int:
-        """Rewards that were not finite."""
+        """The number of rewards left out: not finite, or of an update that a fused optimiser skipped."""
         self._settle()
         return self._skipped
 
     @property
     def info(self) -> dict[str, Any]:
-        """Probes so far, how well S predicts (R² and its F statistic), the times of S, the entropy of the mean density, skipped rewards."""
+        """Probes so far, how well S predicts Δ (R² and its F statistic), the times of S, the entropy of the mean density, skipped rewards."""
         mean = self._mean_on(torch.device("cpu"))
         entropy = -(mean * mean.clamp(min=TINY).log()).sum().item() - math.log(self.cells)
         return {
@@ -257,8 +257,8 @@ class Adaptive(Sampler):
             self._settle()
 
     def _settle(self) -> None:
-        """Take in what the host must know of the last probe: on a GPU when it is asked for or at the next, because waiting leaves the device idle."""
-        self._bound  # noqa: B018  # says so where there is no clock to learn from
+        """Read the last probe's results on the host. On a GPU this is delayed until they are needed, because waiting would leave the device idle."""
+        self._bound  # noqa: B018  # raises if there is no clock to learn from
         if self._told is None:
             return
         told, self._told = self._told.read().double(), None
@@ -275,7 +275,7 @@ class Adaptive(Sampler):
         return self._mean.on(device)
 
     def _measure(self, probe: Probe) -> tuple[Tensor, Tensor]:
-        """L_τ in bits: at S for every x0 of the batch, (|S|, B), and at every τ of the grid for one x0, (G,)."""
+        """L_τ in bits per dimension: at S for every x0 of the batch, (|S|, B), and at every τ of the grid for one x0, (G,)."""
         device, size = probe.x0.device, len(probe.x0)
         grid, bits = self._grid.on(device), self._bits.on(device)
         selected = self._queue.selected.to(device, non_blocking=True)
@@ -285,7 +285,7 @@ class Adaptive(Sampler):
             whole = losses.new_empty(0)
         elif ranks.active():
             losses, whole = probe.losses(time, rows), self._whole_grid(probe) * bits
-        else:  # together, in fewer and fuller passes
+        else:  # both in one call: fewer and fuller forward passes
             noise_rows = torch.arange(len(grid), device=device) % size
             one = torch.full_like(noise_rows, self.probes % size)
             found = probe.losses(torch.cat([time, grid]), torch.cat([rows, one]), torch.cat([rows, noise_rows]))
@@ -293,9 +293,9 @@ class Adaptive(Sampler):
         return losses.view(len(selected), size) * bits[selected, None], whole
 
     def _whole_grid(self, probe: Probe) -> Tensor:
-        """(G,) the loss of one x0 at every time of the grid: rank 0's, with the times shared out among the ranks."""
+        """(G,) the loss of one x0 of rank 0 at every time of the grid; the times are divided among the ranks."""
         device = probe.x0.device
-        size = ranks.least(len(probe.x0), device)  # the last batch of an epoch may differ between ranks
+        size = ranks.least(len(probe.x0), device)  # the last batch of an epoch may differ in size between ranks
         row = torch.full((1,), self.probes % size, device=device)
         x0, noise = ranks.from_first(probe.x0[row]), ranks.from_first(probe.noise[:size])
         cond = ranks.anything_from_first(take_rows(probe.cond, row, len(probe.x0)), device)
@@ -305,7 +305,7 @@ class Adaptive(Sampler):
         )  # fmt: skip
         rows = alone.rows
         grid = self._grid.on(device)
-        # by the ranks that gather, whatever place the clock was told
+        # shares follow the process group that gathers them, not the `rank` and `world_size` given to the clock
         share = math.ceil(len(grid) / ranks.count())
         mine = (torch.arange(share, device=device) + ranks.mine() * share) % len(grid)
         losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)
@@ -314,7 +314,7 @@ class Adaptive(Sampler):
         return torch.cat(ranks.gathered(losses))[: len(grid)]
 
     def _learn(self, x0: Tensor, time: Tensor, reward: Tensor, usable: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the policy, with the same gradient on every rank: the new mean density (n,) over the batch, and E_p[(base/p)²] (1,)."""
+        """One policy step, with the same gradient on every rank; returns the new mean density (n,) over the batch, and E_p[(base/p)²] (1,)."""
         policy = self._policy_for(x0)
         assert self._optimizer is not None
         advantage = self._advantage(torch.where(usable, reward, 0.0), usable.to(reward.dtype))
@@ -332,13 +332,13 @@ class Adaptive(Sampler):
         for p, g in zip(policy.parameters(), grads, strict=True):
             p.grad = g
         norm = nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        # a fused optimiser looks here, and leaves everything as it was where this is not 0
+        # a fused optimiser reads this, and skips the step if it is not 0
         self._optimizer.found_inf = (~norm.isfinite() | lost).float()  # type: ignore[attr-defined]
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():
             pmf = self._pmf(x0)
-            # the inverse of the second is the effective sample size of a corrected loss
+            # 1/square is the effective sample size of a corrected loss, as a share of the batch
             mean, square = pmf.mean(0), (self._base(pmf.device).square() / pmf).sum(1).mean().reshape(1)
             ranks.average_([mean, square])
         return mean, square
@@ -349,7 +349,7 @@ class Adaptive(Sampler):
         return base / base.sum()
 
     def _advantage(self, reward: Tensor, usable: Tensor) -> Tensor:
-        """The reward as the policy gradient sees it: raw in the paper; "scaled" is centred and scaled by what past probes gave, on all ranks."""
+        """The advantage of REINFORCE: the raw reward; in "scaled" centred and scaled by the running statistics of past probes on all ranks."""
         if self.variant != "scaled":
             return reward
         now = ranks.total(torch.stack([usable.sum(), reward.sum(), reward.square().sum()])).to(wide(reward.device))
@@ -361,7 +361,7 @@ class Adaptive(Sampler):
         spread = (squares / count - mean**2).clamp(min=0).sqrt().clamp(min=1e-30)
         return torch.where(any_usable, (reward - mean) / spread, reward).to(reward.dtype)
 
-    # --- signs of trouble ---------------------------------------------------------------------------------------------------------------
+    # --- health -------------------------------------------------------------------------------------------------------------------------
 
     def _look(self, mean: Tensor, ess: float) -> None:
         if self._bound.corrected and ess < LEAST_ESS:
@@ -379,13 +379,15 @@ class Adaptive(Sampler):
         if (mean - self._mean.values).abs().sum() / 2 > 0.3:
             self._health.warn(
                 "jump",
-                f"the sampling density moved by more than 30 % in one step. The policy's learning rate, {self.learning_rate:g}, is too high.",
+                "the sampling density moved by more than 30 % in one step. The policy's learning rate is too high: lower `lr`, "
+                f"now {self.learning_rate:g}.",
             )
         starved = (mean * self.cells < STARVED).double().mean().item()
         if starved > 0.05:
             self._health.warn(
                 "starved",
-                f"{starved:.0%} of the times are drawn less than {STARVED:.0%} as often as uniformly: the model hardly sees them. Raise `floor`.",
+                f"{starved:.0%} of the times are drawn less than {STARVED:.0%} as often as under uniform sampling: the model hardly sees them. "
+                "Raise `floor`.",
             )
         self._look_at_selection()
 
@@ -400,8 +402,8 @@ class Adaptive(Sampler):
         if self._chance >= 5:
             self._health.warn(
                 "selection",
-                f"for five probes the {self.count} selected times predicted the whole no better than random ones (R² {self._queue.r_squared:.2f}). "
-                "Raise `count` or `queue`, or use select='greedy'.",
+                f"for five probes the {self.count} selected times predicted the mean over all times no better than random ones "
+                f"(R² {self._queue.r_squared:.2f}). Raise `count` or `queue`, or use select='greedy'.",
             )
 
     # --- state --------------------------------------------------------------------------------------------------------------------------
@@ -430,15 +432,15 @@ class Adaptive(Sampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._bound  # noqa: B018
         if set(state) != STATE:
-            raise ValueError(f"Adaptive: its state has {sorted(STATE)}, but was given {sorted(state)}")
+            raise ValueError(f"Adaptive: its state must hold {sorted(STATE)}, got {sorted(state)}")
         self._queue.check(state["queue"])
         if not isinstance(state["mean"], Tensor) or state["mean"].shape != self._mean.values.shape:
-            raise ValueError(f"Adaptive: the state's density is not one over {self.cells} times")
+            raise ValueError(f"Adaptive: the density in the state must have {self.cells} times")
         if state["shape"]:
             with torch.device("meta"):
                 wanted = Policy(tuple(state["shape"]), self.hidden).state_dict()
             if {n: v.shape for n, v in wanted.items()} != {n: v.shape for n, v in state["policy"].items()}:
-                raise ValueError("Adaptive: the state's policy network is not one of this width and shape")
+                raise ValueError("Adaptive: the policy network in the state has other layer sizes than this one; `hidden` must be the same")
         self.probes, self._skipped, self._chance = int(state["probes"]), int(state["skipped"]), int(state["chance"])
         self._reward = state["reward"].clone()
         self._queue.load_state_dict(state["queue"])

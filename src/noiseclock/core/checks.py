@@ -29,7 +29,7 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
     """`thing` itself if it is a `wanted` object, or the known object of that name, made with `options`."""
     if isinstance(thing, wanted):
         if options:
-            raise TypeError(f"options go with the name of a {kind}, not with an object: {', '.join(options)} beside {thing}")
+            raise TypeError(f"options go with the name of a {kind}, not with an object; set {', '.join(options)} when you make {thing}")
         return thing
     if isinstance(thing, type) and issubclass(thing, wanted):
         raise TypeError(f"a {kind} is a name or a {wanted.__name__}, got the class {thing.__name__} itself: write {thing.__name__}()")

@@ -1,10 +1,10 @@
 """The Clock: schedule + sampler + weighting + objective = `draw` and `loss`.
 
-The objective is base(t)·w(t): `base` is the measure over time that is meant, `weighting` the weight. The sampler's density p(t) is how it is
-estimated. With importance correction the loss carries base/p, and p changes only the variance of the gradient; without it, as in the papers,
-p changes the objective itself to p·w.
+The objective is base(t)·w(t): `base` is the intended measure over time, `weighting` the weight. The sampler's density p(t) is used to
+estimate it. With importance correction the loss is multiplied by base/p, and p changes only the variance of the gradient; without it, as in the
+papers, p changes the objective itself to p·w.
 
-From draw to loss nothing is read back from the device and no random number comes from the host, so that the step can be captured in a graph.
+Between `draw` and `loss` nothing is read back from the device and no random number comes from the host, so a CUDA graph can capture the step.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
 from noiseclock.core.table import Table, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
 
-VERSION = 1  # of the state; raised when an older one can no longer be read
+VERSION = 1  # of the state; raised when older states can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
 AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as the state names them
-TOO_SMALL = 20  # batches in a row that a probe may be put off for; the short last ones of epochs are fewer
-PATIENCE = 1000  # draws without an update before a sampler that counts updates says that it sees none
+TOO_SMALL = 20  # too small batches in a row before a due probe raises an error; the short last batches of epochs are fewer
+PATIENCE = 1000  # draws without an optimiser update before a warning, for samplers that need updates
 
 
 class PlotData(NamedTuple):
-    """Curves over time, as numpy arrays: the density p, the weight w, and what is trained in effect, p·w (base·w when corrected)."""
+    """Curves over time, as numpy arrays: the density p, the weight w, and the effective weight p·w (base·w if corrected)."""
 
     time: Array
     log_snr: Array
@@ -51,16 +51,16 @@ class PlotData(NamedTuple):
 
 
 class Clock:
-    """Decides which noise level each sample trains on, and what its loss counts.
+    """Decides which noise level each sample trains on, and the weight of its loss.
 
-    - schedule, sampler, weighting, objective: objects or their names. The schedule may be a diffusers scheduler, which then also tells the
-      objective; otherwise that is "eps".
-    - base: the density over time that the objective means.
-    - correct: "importance" puts base/p on the loss, "none" does not, "auto" does as the sampler declares.
-    - seed: of times and noise. Two clocks of one seed draw alike.
-    - rank, world_size: those of torch.distributed where it runs, unless given.
-    - probe_rows: the most samples that a probe puts through the model at once, the batch's size unless given. Fewer take less memory, more
-      keep a GPU busier.
+    - schedule, sampler, weighting, objective: objects or their names. The schedule may be a diffusers scheduler; the default
+      objective is then the one that it is configured for, otherwise "eps".
+    - base: the density over time in the objective base(t)·w(t).
+    - correct: "importance" multiplies the loss by base/p, "none" does not, "auto" follows the sampler's default.
+    - seed: of times and noise. Two clocks with the same seed draw the same times and noise.
+    - rank, world_size: by default those of torch.distributed, if it is initialised.
+    - probe_rows: the largest number of samples in one forward pass of a probe, by default the batch size. Fewer need less memory, more keep a GPU
+      busier.
 
     >>> clock = Clock("linear", "uniform", "min-snr")
     >>> batch = clock.draw(torch.zeros(4, 3, 8, 8))
@@ -93,7 +93,7 @@ class Clock:
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
         self._hook: Any = None
-        self._hook_counts: bool | None = None  # all updates? None before the first; not once a graph was captured, whose replays it does not see
+        self._hook_counts: bool | None = None  # does the hook see all updates? None before the first, False after a capture: replays run no hook
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
         self.corrected = sampler.corrects if correct == "auto" else correct == "importance"
@@ -104,15 +104,15 @@ class Clock:
         self.record = Record()
         self.optimizer: Any = None
         self._model: list[nn.Module] | None = None
-        # Optimiser updates, and how many of them a fused optimiser has skipped, which only the device knows. Two counts, because who reads the second
-        # must not change the first: ranks probe by it, and would wait forever for one that had read it alone.
+        # Optimiser updates, and how many of them a fused optimiser has skipped; only the device knows the latter. Two counts, because reading
+        # `updates` on one rank must not change `_updates` there: it decides when a probe is due, and ranks that disagree would deadlock.
         self._updates = 0
         self._skips: Tensor | int = 0
         self._waiting = 0
         # probes
         self._probe: Probe | None = None
         self._next_probe = 0
-        self._put_off = 0  # batches in a row
+        self._put_off = 0  # batches in a row that were too small for a due probe
         self._batch: Batch | None = None
         self._paired = False  # does the batch belong to the probe that waits for its update?
         self._autocast: torch.dtype | None = None
@@ -128,8 +128,8 @@ class Clock:
         (lo, hi), (base_lo, base_hi) = self.sampler.support, self.base.support
         if self.corrected and (lo > base_lo or hi < base_hi):
             raise ValueError(
-                f"importance correction cannot reach all of the base: {self.sampler} draws from [{lo:g}, {hi:g}] only, {self.base} covers "
-                f"[{base_lo:g}, {base_hi:g}]; mix it with the base (Mixture), restrict the base, or pass correct='none'"
+                f"importance correction needs a sampler that covers the base: {self.sampler} draws from [{lo:g}, {hi:g}] only, {self.base} covers "
+                f"[{base_lo:g}, {base_hi:g}]; mix the sampler with the base (Mixture), restrict the base, or pass correct='none'"
             )
 
     # --- the step -----------------------------------------------------------------------------------------------------------------------
@@ -146,17 +146,17 @@ class Clock:
         """Noise a batch x0 (B, ...) at newly drawn times.
 
         predict: the model, as `predict(x_t, t)` or with `cond`; samplers that probe need it. cond: a mapping goes to the model as keywords,
-        anything else as a third argument; probes take rows of its tensors, and of lists with one string, tensor, number or None for each sample.
-        noise: (B, ...), drawn here unless given. micro: (i, n) for micro-batch i of n in one update, so that times are stratified over all of them.
+        anything else as a third argument; probes select rows of its tensors, and of lists with one string, tensor, number or None per sample.
+        noise: (B, ...), drawn here if not given. micro: (i, n) for micro-batch i of n in one update; times are stratified over all n.
         """
         check_batch(x0, noise)
         if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
             raise ValueError(f"micro must be a tuple (i, n) of whole numbers with 0 <= i < n, got {micro}")
-        if get_worker_info() is not None:  # each worker has a copy of the clock, made anew for every epoch
-            raise ValueError("all workers of a DataLoader, in every epoch, would draw the same times and noise; draw in the training loop")
+        if get_worker_info() is not None:  # each worker gets a new copy of the clock in every epoch
+            raise ValueError("in a DataLoader every worker would draw the same times and noise in every epoch; call clock.draw in the training loop")
         if micro[0] == 0 and not _capturing(x0):
             self._before_update(x0, predict, cond)
-        # first, because a new stream depends on how many draws there were, and a graph may ask for it before the first
+        # before `uniforms` counts this draw: the seed of a new stream depends on the number of draws, and a graph may need it before the first
         generator = self.generator(x0.device) if noise is None else None
         uniforms = self._chance.uniforms(len(x0), x0.device, micro, evenly=self.sampler.stratified)
         draw = self.sampler.sample(len(x0), x0=x0, uniforms=uniforms)
@@ -164,7 +164,7 @@ class Clock:
             noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         correction = self._correction(draw, x0) if self.corrected else torch.ones_like(draw.time)
         batch = self._make(x0, draw.time, noise, cond, correction, draw)
-        # the one whose x0 a probe sees, though more may be drawn before the update; a graph's own, which replays fill
+        # keep the batch whose x0 the probe saw, even if more are drawn before the update; during a capture keep the graph's batch, which replays fill
         if self.sampler.every and micro[0] == 0 and (not self._paired or _capturing(x0)):
             self._batch, self._paired = batch, self._probe is not None
         return batch
@@ -174,7 +174,7 @@ class Clock:
     ) -> Batch:
         """Noise a batch x0 (B, ...) at chosen times, (B,) or one for all: for validation. Nothing is drawn, recorded or learned.
 
-        noise: (B, ...), or drawn with `generator`. The weight of the loss is w alone, as under the base.
+        noise: (B, ...), drawn with `generator` if not given. The loss is weighted by w alone, without importance correction.
         """
         check_batch(x0, noise)
         time = as_time(time).to(x0.device, wide(x0.device))
@@ -193,9 +193,9 @@ class Clock:
         return Batch(x0, x_t, self.schedule.condition(time), target, noise, time, weight, correction, cond, draw)
 
     def loss(self, batch: Batch, prediction: Tensor) -> Tensor:
-        """(B,) the weighted losses; average them yourself. The sampler learns from them and the record notes them, unweighted.
+        """(B,) the weighted losses; average them yourself. The sampler learns from the unweighted losses, and the record stores them.
 
-        A batch made by `at` is weighted too, and neither recorded nor learned from.
+        The loss of a batch made by `at` is weighted too, but neither recorded nor learned from.
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"clock.loss takes a batch and then the prediction, got {type(batch).__name__} first")
@@ -205,14 +205,14 @@ class Clock:
             self.record.add(batch.time, seen)
             self.sampler.update(batch, seen)
             if self.sampler.every:
-                # known again in the next probe, which may run outside the user's autocast block
+                # remembered for the next probe, which may run outside the user's autocast block
                 reduced = prediction.dtype != batch.x_t.dtype and prediction.dtype in (torch.bfloat16, torch.float16)
                 self._autocast = prediction.dtype if reduced else autocast_dtype(prediction.device)
         return self.weighting.apply(error, batch, self.schedule)
 
     @contextmanager
     def step(self, predict: Predict, x0: Tensor, **cond: Any) -> Iterator[Tensor]:
-        """One training step: yields the losses (B,); do backward and the optimiser's step inside.
+        """One training step: yields the losses (B,); call backward and the optimiser's step inside the block.
 
         Without `attach` the end of the block counts as the update.
         """
@@ -222,7 +222,7 @@ class Clock:
             self.updated()
 
     def _correction(self, draw: Draw, x0: Tensor) -> Tensor:
-        """base/p: of the step's probabilities on discrete steps, of the densities in continuous time."""
+        """base/p: the ratio of the step's probabilities on a discrete schedule, of the densities in continuous time."""
         if not isinstance(self.schedule, Discrete):
             return (self.base.log_prob(draw.time) - draw.log_prob).exp()
         step, steps = self.schedule.step(draw.time), self.schedule.steps
@@ -236,12 +236,12 @@ class Clock:
             step = torch.arange(self.schedule.steps, device="cpu")
             weight = self.weighting(self.schedule, self.schedule.time_of(step), self.objective)
             return (density.log_pmf(step, self.schedule.steps).exp() * weight).sum()
-        # evenly in logit(u), because weights may be steep at both ends of time
+        # a grid evenly spaced in logit(u), because weights may be steep at both ends of time
         x = torch.linspace(-35, 35, 2**16, dtype=torch.float64, device="cpu")
         time = torch.sigmoid(x)
         share = density.log_prob(time).exp() * time * torch.sigmoid(-x)
         if share.sum() == 0:
-            raise ValueError(f"normalize=True cannot find the mean weight under {density}, which is too narrow; leave it out")
+            raise ValueError(f"normalize=True cannot compute the mean weight under {density}, which is too narrow; leave normalize out")
         return (share * self.weighting(self.schedule, time, self.objective)).sum() / share.sum()
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
@@ -249,13 +249,13 @@ class Clock:
     def attach(self, optimizer: Any, *, model: nn.Module | None = None) -> Self:
         """Count the optimiser's updates from now on, by a hook that runs after each of its steps; returns the clock.
 
-        model: what a probe puts into evaluation mode, where it cannot be found from `predict`.
+        model: the module that a probe puts into evaluation mode, if it cannot be found from `predict`.
         """
         optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; or call clock.updated() after each update")
+            raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; without one, call clock.updated() after each update")
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; several are one as nn.ModuleList([...])")
+            raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; put several into nn.ModuleList([...])")
         if self._hook is not None:
             self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -267,21 +267,21 @@ class Clock:
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._hook_counts = False
-            return  # nothing has happened yet: each replay is told by `updated`
+            return  # a capture makes no update; the user reports each replay by `updated`
         self._hook_counts = self._hook_counts is not False
-        # A GradScaler leaves out the step of most optimisers when a gradient is infinite, and then this hook does not run. Fused ones run and
-        # decide on the device.
+        # If a gradient is infinite, a GradScaler skips the step of most optimisers, and this hook does not run. The step of a fused optimiser always
+        # runs, and decides on the device whether to skip.
         found_inf = getattr(optimizer, "found_inf", None)
         self._updated(False if found_inf is None else found_inf)
 
     def updated(self, *, skipped: bool | Tensor = False) -> None:
-        """An optimiser update was made, or `skipped`: call it after a graph replay, or where no optimiser is attached, whose hook counts by itself.
+        """Report an optimiser update, made or `skipped`: after a graph replay, or if no optimiser is attached (a hook counts the attached one).
 
-        skipped: was the update left out? True is right after a skipped step in any loop. It may be a tensor on the device, which is waited for only
-        where what comes next depends on it.
+        skipped: was the update skipped? True may be passed after a skipped step in any loop. It may be a tensor on the device; the clock waits for
+        its value only if the sampler or the base needs it now.
         """
         if self._hook_counts and (isinstance(skipped, Tensor) or not skipped):
-            raise ValueError("the attached optimiser's updates are counted by its hook, and clock.updated() would count them twice; leave one out")
+            raise ValueError("a hook already counts the attached optimiser's updates, and clock.updated() would count them twice; remove the call")
         self._updated(skipped)
 
     def _updated(self, skipped: bool | Tensor) -> None:
@@ -309,7 +309,7 @@ class Clock:
         return any(moved)
 
     def _refresh(self) -> None:
-        # a corrected loss has its mean under the base, whatever the sampler does
+        # the mean weight of a corrected loss is taken under the base, so it does not depend on the sampler
         if self._mean_weight is not None and (not self.corrected or self.base.counts_updates):
             self._mean_weight.set_(self._measure_mean())
 
@@ -323,48 +323,48 @@ class Clock:
         """Is a probe due in this step? Never for a fixed sampler."""
         if self.sampler.every == 0 or self._updates < self._next_probe:
             return False
-        if self.sampler.must_know:  # a probe of which costs far more than this look at the device, on all ranks
+        if self.sampler.must_know:  # all ranks read the device here; the probe of such a sampler costs far more
             self._updates, self._skips = self.updates, 0
         return self._updates >= self._next_probe
 
     def probe(self, x0: Tensor, predict: Predict, cond: Any = None) -> None:
-        """Show the sampler the model before the coming update, on x0 (B, ...); `updated` shows it again.
+        """Let the sampler measure the model on x0 (B, ...) before the coming update; `updated` lets it measure again.
 
-        `draw` does this when a probe is due. Around a captured graph do it yourself: `if clock.due: clock.probe(x0, model)`, replay, `updated()`.
-        A batch that is too small for the sampler, as the last of an epoch may be, is left out: the probe stays due.
+        `draw` does this when a probe is due. Around a captured graph call it yourself: `if clock.due: clock.probe(x0, model)`, replay, `updated()`.
+        If the batch is too small for the sampler, as the last of an epoch may be, nothing is measured and the probe stays due.
         """
         if self._too_small(x0):
             return
         modules = modules_of(predict) if self._model is None else self._model
         if not modules or (self.optimizer is not None and not self._trains(modules)):
             given = brief(repr(predict))
-            raise ValueError(f"cannot find the model that is trained behind predict={given}; name it: clock.attach(optimizer, model=model)")
-        # noise of its own, by the update: what is trained must not depend on how often one looks
+            raise ValueError(f"cannot find the trained model in predict={given}; pass it: clock.attach(optimizer, model=model)")
+        # the probe's own noise, seeded by the update count: training must not depend on how often the model is probed
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
-        self._probe, self._paired = None, False  # until the model was seen: a user may go on after an error of its own
+        self._probe, self._paired = None, False  # until the probe has succeeded: if the model raises an error, the user may continue training
         probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
             optimizer=self.optimizer,
         )  # fmt: skip
         rows = probe.rows
         self.sampler.before(probe)
-        if probe.rows < rows:  # memory ran out, and would again
+        if probe.rows < rows:  # memory ran out, and would run out again at the next probe
             self.probe_rows = probe.rows
         self._probe = probe
 
     def _too_small(self, x0: Tensor) -> bool:
         least = self.sampler.least_batch
-        # the smallest of all ranks: they must decide alike
+        # the smallest batch of all ranks, because all ranks must make the same decision
         if least == 1 or ranks.least(len(x0), x0.device) >= least:
             self._put_off = 0
             return False
         self._put_off += 1
         if self._put_off == TOO_SMALL:
             raise ValueError(
-                f"{type(self.sampler).__name__} needs batches of at least {least} samples on every rank to look at the model, and the last "
-                f"{TOO_SMALL} were smaller; make them larger or take another sampler"
+                f"{type(self.sampler).__name__} needs batches of at least {least} samples on every rank to probe the model, but the last "
+                f"{TOO_SMALL} were smaller; use larger batches or another sampler"
             )
         return True
 
@@ -376,7 +376,7 @@ class Clock:
         self._waiting += 1
         if self._waiting == PATIENCE and self.sampler.needs_updates:
             warnings.warn(
-                f"{PATIENCE} batches were drawn and no optimiser update was seen, so {type(self.sampler).__name__} stands still; "
+                f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
                 "call clock.attach(optimizer), or clock.updated() after each update",
                 stacklevel=3,
             )
@@ -384,18 +384,18 @@ class Clock:
             self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
-                raise ValueError(f"{type(self.sampler).__name__} looks at the model: pass it as clock.draw(x0, predict=model)")
+                raise ValueError(f"{type(self.sampler).__name__} probes the model: pass it as clock.draw(x0, predict=model)")
             self.probe(x0, predict, cond)
 
     def _without_gradients(self) -> bool:
-        """Has no earlier batch a part in the coming update? So it is after a step that a GradScaler left out, of which nothing else tells unless the
-        optimiser is fused. A probe that was made for that step waits for another one's."""
+        """Are there no gradients, so that no earlier batch contributes to the coming update? Then a GradScaler has skipped the step that a probe
+        waits for; there is no other sign of it unless the optimiser is fused. That probe is discarded."""
         return self.optimizer is not None and all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
 
-    # --- what it shows ------------------------------------------------------------------------------------------------------------------
+    # --- plots --------------------------------------------------------------------------------------------------------------------------
 
     def plot_data(self, points: int = 1000) -> PlotData:
-        """p, w and their product over time, on the schedule's steps or on `points` times."""
+        """p, w and the effective weight over time, at the schedule's steps or at `points` times."""
         time = self.schedule.grid(points)
         if isinstance(self.schedule, Discrete):
             step, steps = torch.arange(self.schedule.steps, device="cpu"), self.schedule.steps
@@ -418,7 +418,7 @@ class Clock:
             "updates": self.updates,
             "skips": int(self._skips),
             "next_probe": self._next_probe,
-            # a probe that is due at once must look as the others did; "" for none
+            # a probe that is due right after loading must use the same autocast as before; "" for none
             "autocast": str(self._autocast or "").removeprefix("torch."),
             "record": self.record.state_dict(),
             "sampler": self.sampler.state_dict(),
@@ -427,17 +427,17 @@ class Clock:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. One that is incomplete or belongs to another set-up is refused, and nothing is changed.
+        """Restore a state. A state that is incomplete or belongs to another set-up is refused, and nothing is changed.
 
-        The noise goes on exactly where it was on the same rank, number of ranks and kind of device, and starts a new stream elsewhere; times
-        go on in either case.
+        If rank, number of ranks and device type are the same, the noise continues exactly where it was; otherwise it starts a new stream. Times
+        continue in both cases.
         """
         self._check_state(state)
         updates, skips, next_probe = int(state["updates"]), int(state.get("skips", 0)), int(state["next_probe"])
         before = self.sampler.state_dict()
         try:
             self.sampler.load_state_dict(state["sampler"])
-            self.weighting.load_state_dict(state.get("weighting", {}))  # whole or not at all
+            self.weighting.load_state_dict(state.get("weighting", {}))  # if this raises, the weighting is unchanged
         except Exception:
             self.sampler.load_state_dict(before)
             raise
@@ -452,9 +452,9 @@ class Clock:
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping) or (missing := STATE - set(state)):
             lacks = f"{', '.join(sorted(missing))} missing" if isinstance(state, Mapping) else f"it is {state!r}"
-            raise ValueError(f"this is not the whole state of a Clock: {lacks}")
+            raise ValueError(f"this is not a complete state of a Clock: {lacks}")
         if state["version"] != VERSION:
-            raise ValueError(f"the state has version {state['version']}, this library reads {VERSION}")
+            raise ValueError(f"the state has version {state['version']}, but this library reads version {VERSION} only")
         for part, mine in self._setup().items():
             theirs = state["setup"].get(part)
             if theirs != mine:
@@ -475,11 +475,11 @@ class Clock:
         return self._chance.place()
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """This rank's stream of noise. A CUDA graph that captures `draw` must know it: `graph.register_generator_state(...)`."""
+        """This rank's noise generator. Register it with a CUDA graph that captures `draw`: `graph.register_generator_state(...)`."""
         return self._chance.generator(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: what belongs to one optimiser or one step stays behind, and a copy must be attached anew."""
+        """For copies and pickles: references to the optimiser, the model and the current step are left out. Attach the copy again."""
         left = {"_hook": None, "_hook_counts": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_paired": False}
         return {**self.__dict__, **left}
 
@@ -495,7 +495,7 @@ def _objective(given: str | Objective | None, schedule: Any) -> Objective:
 
 
 def _described(part: Any) -> str:
-    """Its repr, less the address in memory that a class without one of its own shows, which is another in every run."""
+    """The repr without the memory address in Python's default repr, which differs in every run."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
 
 

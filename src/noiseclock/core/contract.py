@@ -64,7 +64,7 @@ def density_has_the_probabilities(sampler: Sampler, steps: int) -> None:
         step = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
         raise ValueError(
             f"{sampler}: log_prob integrated over step {step} of {steps} differs from log_pmf by {difference[step]:.2g}; "
-            "if the density jumps within a step, as one in bins does, pass check_sampler(sampler, steps=...) at whose borders it jumps"
+            "if the density jumps within a step, as in bins, choose `steps` of check_sampler(sampler, steps=...) so that it jumps only between steps"
         )
 
 
@@ -91,7 +91,7 @@ def draws_follow_the_density(sampler: Sampler, steps: int) -> None:
         raise ValueError(f"{sampler}: sample({DRAWS}) must give float64 times of shape ({DRAWS},), got {time.dtype} of {tuple(time.shape)}")
     distance = (_shares(time, steps).cumsum(0) - _log_pmf(sampler, steps).exp().cumsum(0)).abs().max().item()
     if not distance * math.sqrt(DRAWS) < 1.95:  # Kolmogorov-Smirnov test: a correct sampler fails once in 1000 times
-        raise ValueError(f"{sampler}: {DRAWS:,} draws are {distance:.3g} away from log_pmf (Kolmogorov's distance), which chance does not explain")
+        raise ValueError(f"{sampler}: {DRAWS:,} draws deviate from log_pmf by {distance:.3g} (Kolmogorov-Smirnov distance), more than by chance")
 
 
 def even_uniforms_give_quantiles(sampler: Sampler, steps: int) -> None:
@@ -101,7 +101,7 @@ def even_uniforms_give_quantiles(sampler: Sampler, steps: int) -> None:
     # In each component the uniforms of a step form one interval, whose two ends change its count by less than one draw. A blend of blends has
     # three components, a step and its dual are two.
     if not difference < 4 / DRAWS:
-        raise ValueError(f"{sampler}: evenly spread uniforms miss the probability of a step by {difference:.2g}; sample must use `uniforms`")
+        raise ValueError(f"{sampler}: with evenly spaced uniforms a step's share of draws is {difference:.2g} off; sample must use `uniforms`")
 
 
 def draws_know_their_density(sampler: Sampler, steps: int) -> None:

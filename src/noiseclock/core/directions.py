@@ -31,7 +31,7 @@ def trained(modules: list[nn.Module], optimizer: Any = None) -> list[nn.Paramete
     found = (p for module in modules for p in module.parameters() if p.requires_grad and (given is None or id(p) in given))
     parameters = list({id(p): p for p in found}.values())
     if not parameters:
-        raise ValueError("the model has no parameter that is trained")
+        raise ValueError("the model has no trained parameter: none requires a gradient and belongs to the optimiser")
     return parameters
 
 
@@ -59,7 +59,7 @@ def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Ten
         found = [rates.get(id(p), 0.0) for p in parameters]
         return (list(found) if any(found) else unit), ""
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        known = "no optimiser is known; attach one to the clock" if optimizer is None else f"the metric of {type(optimizer).__name__} is not known"
+        known = "no optimiser is known (attach one to the clock)" if optimizer is None else f"the metric of {type(optimizer).__name__} is not known"
         return unit, known
     scales: list[Tensor | float] = [0.0] * len(parameters)  # parameters without optimiser state have not moved
     place = {id(p): i for i, p in enumerate(parameters)}
@@ -119,7 +119,9 @@ def derivative(modules: list[nn.Module], parameters: Sequence[nn.Parameter], dir
     spread = sharded(parameters)
     for p in (p for module in modules for p in module.parameters()):
         if p.dtype in (torch.bfloat16, torch.float16):  # frozen ones too: their outputs are rounded to three digits
-            raise ValueError(f"a step of a thousandth is lost in parameters of {p.dtype}; keep them in float32 and use autocast")
+            raise ValueError(
+                f"a probe steps by 1/1000 of the parameters' norm, which {p.dtype} rounds away; keep the parameters in float32 and use autocast"
+            )
     mine = [local(p) for p in parameters]
     length, size = (_norm(part, spread) for part in (direction, mine))
     h = torch.where(length > 0, STEP * size / length, 1.0)

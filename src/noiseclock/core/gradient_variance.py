@@ -96,7 +96,9 @@ class GradientVariance(LearnedDensity):
         known = estimates > 0
         self.set_density_(self._base_cells() * between_known(variance, known), known.any())
         if self.skipped:
-            self._health.warn("skipped", f"GradientVariance: {self.skipped} gradients were not finite and were skipped; look at the model")
+            self._health.warn(
+                "skipped", f"GradientVariance: {self.skipped} gradients were not finite and were skipped; check the model and its precision"
+            )
 
 
 def split(samples: int, pairs: int, rows: int) -> tuple[int, int]:
@@ -159,7 +161,7 @@ def _gradient(probe: Probe, predict: Predict, parameters: list[nn.Parameter], ti
     with torch.enable_grad():
         loss = squared_error(call(predict, x_t, probe.schedule.condition(time), cond), target).mean()
         if not loss.requires_grad:
-            raise ValueError("the loss depends on no parameter that is trained")
+            raise ValueError("the loss depends on no trained parameter")
         return [g.to(at_least_float32(g)) for g in gradients(loss, parameters)]
 
 

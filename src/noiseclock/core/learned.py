@@ -218,7 +218,7 @@ class LearnedDensity(Sampler):
             )
         if lost > 0:
             self._health.warn(
-                "skipped", f"{type(self).__name__}: {lost:.0f} losses were not finite and were skipped; look at the model or its precision"
+                "skipped", f"{type(self).__name__}: {lost:.0f} losses were not finite and were skipped; check the model and its precision"
             )
 
     # --- state --------------------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class LearnedDensity(Sampler):
         """Restore a state; a state that does not fit is refused before anything is changed."""
         mine, name = self.state_dict(), type(self).__name__
         if set(state) != set(mine):
-            raise ValueError(f"{name}: its state has {', '.join(sorted(mine))}, but was given {', '.join(sorted(map(str, state))) or 'nothing'}")
+            raise ValueError(f"{name}: its state must hold {', '.join(sorted(mine))}, got {', '.join(sorted(map(str, state))) or 'nothing'}")
         self._buffers.check(state, name)
         counters = {key: state[key] for key in self._counters()}
         for key, value in counters.items():

@@ -49,7 +49,7 @@ def prior_term(schedule: Discrete, x0: Tensor) -> Tensor:
 def kl_term(schedule: Discrete, step: Tensor, x0: Tensor, x0_predicted: Tensor, *, variance: str = "fixed-large") -> Tensor:
     """(B,) KL of the true and the predicted reverse step, for steps (B,) from 1 on."""
     if step.device.type == "cpu" and bool((step < 1).any()):
-        raise ValueError("the KL terms begin at step 1; step 0 is the decoder's")
+        raise ValueError("KL terms exist for steps from 1 on; the term of step 0 is the decoder's")
     posterior = schedule.posterior(schedule.time_of(step))
     sigma2 = _model_variance(schedule, step, variance)
     error = (x0.double() - x0_predicted.double()).square().flatten(1).mean(1)

@@ -43,7 +43,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     """
     size = len(probe.x0)
     if size < 4:
-        raise ValueError(f"a utility needs a batch of at least four samples, two to ask and two to price, got {size}")
+        raise ValueError(f"a utility needs a batch of at least four samples, two for the target's gradient and two to price, got {size}")
     device = probe.x0.device
     halves = range(size // 2), range(size // 2, size)
     assert set(halves[0]).isdisjoint(halves[1])

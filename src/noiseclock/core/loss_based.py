@@ -129,7 +129,7 @@ class LossBased(LearnedDensity):
         self._check_health(self._buffers["skipped"])
         if not self._heard and updates >= SILENT:
             name = type(self).__name__
-            self._health.warn("unheard", f"{name} has seen no loss, so it stands still; it learns in clock.loss(b, prediction): use it for your loss")
+            self._health.warn("unheard", f"{name} has seen no loss, so it cannot learn; compute your loss with clock.loss(b, prediction)")
         return True
 
     def _counters(self) -> dict[str, int]:

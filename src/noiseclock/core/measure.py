@@ -221,7 +221,7 @@ def utility_over_time(
     modules, optimizer = _modules(predict, model), unwrapped(optimizer)
     power, unknown = metric(optimizer, trained(modules, optimizer))
     if unknown:
-        warnings.warn(f"{unknown}, so gradients are measured as they are", stacklevel=2)
+        warnings.warn(f"{unknown}, so gradients are measured without preconditioning", stacklevel=2)
     wanted = TARGETS[choose("target", target, TARGETS)]() if isinstance(target, str) else target
     generator = _generator(x0.device, seed, "noise")
     found = np.full((probes, bins), np.nan)
@@ -346,5 +346,5 @@ def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
 def _modules(predict: Predict, model: nn.Module | None) -> list[nn.Module]:
     modules = modules_of(predict) if model is None else [model]
     if not modules:
-        raise ValueError(f"cannot find the model behind predict={brief(repr(predict))}; name it: model=...")
+        raise ValueError(f"cannot find the model in predict={brief(repr(predict))}; pass it as model=...")
     return modules

@@ -97,7 +97,7 @@ class Priced(LearnedDensity):
         """P for each trained parameter; the identity, with one warning, if the optimiser's metric is unknown."""
         power, unknown = metric(probe.optimizer, trained(probe.modules, probe.optimizer))
         if unknown:
-            self._health.warn("metric", f"{type(self).__name__}: {unknown}, so gradients are measured as they are")
+            self._health.warn("metric", f"{type(self).__name__}: {unknown}, so gradients are measured without preconditioning")
         return power
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Looking at a model without touching it: its loss at chosen times, as it is now."""
+"""Probes: the model's current loss at chosen times, measured without changing the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from noiseclock.core.table import lasting
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
-    """The modules that a callable runs: itself, the owner of a method, or what a function or partial refers to by name."""
+    """The modules that a callable runs: itself, the owner of a method, or those that a function or partial refers to."""
     if isinstance(predict, nn.Module):
         return [predict]
     if isinstance(predict, functools.partial):
@@ -39,13 +39,13 @@ def modules_of(predict: Any) -> list[nn.Module]:
 
 
 def rows_held(predict: Any, batch: int) -> list[str]:
-    """The names of what a function or partial brings along with one row for each of `batch` samples: tensors and captions, also in a mapping."""
+    """The names of values inside a function or partial that have one row for each of `batch` samples: tensors and captions, also in a mapping."""
     held: dict[str, Any] = {}
     if isinstance(predict, functools.partial):
         held = {**{f"argument {i}": value for i, value in enumerate(predict.args)}, **predict.keywords}
     elif inspect.isfunction(predict):
         seen = inspect.getclosurevars(predict)
-        # not the names of attributes, which it counts among the globals: `unet(x, t).sample` has nothing to do with a global `sample`
+        # getclosurevars counts attribute names as globals, but `unet(x, t).sample` has nothing to do with a global `sample`
         named = {instruction.argval for instruction in dis.get_instructions(predict) if instruction.opname == "LOAD_GLOBAL"}
         held = {**{name: value for name, value in seen.globals.items() if name in named}, **seen.nonlocals}
     inner = {f"{name}[{key!r}]": part for name, value in held.items() if isinstance(value, Mapping) for key, part in value.items()}
@@ -54,7 +54,7 @@ def rows_held(predict: Any, batch: int) -> list[str]:
 
 @contextmanager
 def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Evaluation mode without gradients; training flags and random states are afterwards what they were."""
+    """Evaluation mode without gradients; training flags and random states are restored afterwards."""
     flags = {module: module.training for root in modules for module in root.modules()}
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -68,7 +68,7 @@ def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None
 
 @contextmanager
 def full_precision(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """No autocast: not even that of accelerate, which puts it into the model's own forward and keeps the plain one beside it."""
+    """Disable autocast, also that of accelerate, which wraps the model's forward in autocast and keeps the plain one as `_original_forward`."""
     wrapped = [module.__dict__ for root in modules for module in root.modules() if {"forward", "_original_forward"} <= module.__dict__.keys()]
     kept = [own["forward"] for own in wrapped]
     try:
@@ -82,7 +82,7 @@ def full_precision(modules: list[nn.Module], device: torch.device) -> Iterator[N
 
 
 def _parts(f: Callable[[Any], Any], thing: Any) -> Any:
-    """`thing` with f applied to each part of a mapping, sequence or dataclass; anything else is passed on."""
+    """`thing` with f applied to each part of a mapping, sequence or dataclass; anything else is returned unchanged."""
     if isinstance(thing, Mapping):
         return {name: f(value) for name, value in thing.items()}
     if isinstance(thing, (list, tuple)):
@@ -102,7 +102,7 @@ def map_tensors(f: Callable[[Tensor], Tensor], thing: Any) -> Any:
 
 
 def take_rows(cond: Any, rows: Tensor, batch: int) -> Any:
-    """Conditioning for some rows of a batch: of every tensor or array with `batch` rows, and of every list with one thing for each sample."""
+    """Conditioning for some rows of a batch, taken from every tensor or array with `batch` rows and every list with one item per sample."""
     if isinstance(cond, (Tensor, np.ndarray)):
         if not _has_rows(cond, batch):
             return cond
@@ -121,9 +121,9 @@ def _captions(thing: Any, batch: int) -> bool:
 
 
 def _one_for_each(items: Sequence[Any]) -> bool:
-    """Captions, labels, or embeddings that differ in length, some of them None where guidance withholds them.
+    """Is there one item per sample: captions, labels, or embeddings of different lengths, None where guidance drops the condition?
 
-    Tensors that all have as many rows as there are of them are whole batches. A tuple of numbers is one thing, such as a size.
+    If n tensors have n rows each, every one of them is a whole batch. A tuple of numbers is a single value, such as a size.
     """
     if tensors := [item for item in items if isinstance(item, (Tensor, np.ndarray))]:
         return not all(_has_rows(tensor, len(items)) for tensor in tensors)
@@ -132,13 +132,13 @@ def _one_for_each(items: Sequence[Any]) -> bool:
 
 
 class Probe:
-    """One model, seen before and after an optimiser update with the same data, noise and conditioning.
+    """One model, measured before and after an optimiser update with the same data, noise and conditioning.
 
-    x0 (B, ...), noise (N, ...): its own, so that a replayed graph cannot change them in between. The model runs as in training but in
-    evaluation mode (of `modules`): raw weights, the same autocast (a dtype or None), and in passes of one size, so that nothing recompiles: the
-    batch's own, which needs no more memory than a training step, or equal parts of at most `rows` samples. Where memory runs out all the same,
-    `rows` is halved until it suffices. optimizer: what trains it, if that is known. lost: was the update left out? (0-d, bool) on the device,
-    where only that knows; None where it was made.
+    x0 (B, ...), noise (N, ...): the probe's own, so that a replayed graph cannot change them in between. The model runs as in training, with raw
+    weights and the same autocast (a dtype or None), but with `modules` in evaluation mode. All forward passes have one size, so that nothing
+    recompiles: the batch size, which needs no more memory than a training step, or equal parts of at most `rows` samples. If memory still runs
+    out, `rows` is halved until it suffices. optimizer: the model's optimiser, if known. lost: was the update skipped? (0-d, bool) on the device,
+    if only the device knows; None if the update was made.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Probe:
         rows: int | None = None,
         optimizer: Any = None,
     ) -> None:
-        # DDP's own forward would take part in its buffers' broadcasts; there is nothing to reduce in a probe
+        # DDP's forward would broadcast its buffers, and a probe has no gradients to reduce
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
         self.schedule, self.objective = schedule, objective
         with lasting():
@@ -167,42 +167,42 @@ class Probe:
         self._exact = False
         if held := rows_held(predict, len(x0)):
             warnings.warn(
-                f"predict brings along {', '.join(held)}, with a row for each sample of the batch, but it is shown other samples, in other numbers; "
-                "pass what belongs to the samples as cond, and let predict(x_t, t, cond) take it",
+                f"predict holds {', '.join(held)}, with a row for each sample of the batch, but probes call it with other samples and batch sizes; "
+                "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them",
                 stacklevel=3,
             )
 
     def first(self, samples: int) -> Probe:
-        """The same with the first samples of the batch only."""
+        """This probe with only the first `samples` samples of the batch."""
         other, size = copy(self), len(self.x0)
         other.x0, other.noise, other.rows = self.x0[:samples], self.noise[:samples], min(self.rows, samples)
         other.cond = take_rows(self.cond, torch.arange(len(other.x0), device=self.x0.device), size)
         return other
 
     def exact(self) -> Probe:
-        """The same without autocast, for differences that bfloat16 would swallow."""
+        """This probe without autocast, for differences that bfloat16 would round away."""
         other = copy(self)
         other._exact = True
         return other
 
     def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
-        """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) under the noises `noise_rows` (N,).
+        """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) with the noises `noise_rows` (N,).
 
-        rows: sample i at time i unless given. noise_rows: those of the samples unless given. One forward for each loss, in chunks.
+        rows: by default sample i at time i. noise_rows: by default equal to `rows`. Each loss is one row of a forward pass, in chunks.
         """
         rows = torch.arange(len(self.x0), device=time.device) if rows is None else rows
         noise_rows = rows if noise_rows is None else noise_rows
         if not len(time) == len(rows) == len(noise_rows):
-            raise ValueError(f"times, rows and noise rows must be as many, got {len(time)}, {len(rows)} and {len(noise_rows)}")
+            raise ValueError(f"times, rows and noise rows must have the same length, got {len(time)}, {len(rows)} and {len(noise_rows)}")
         while True:
             try:
                 return self._losses(time, rows, noise_rows)
             except torch.OutOfMemoryError:
-                # the ranks of a sharded model must run it equally often, so none of them can change its mind
+                # the ranks of a sharded model must make the same number of passes, so one rank alone cannot change its chunk size
                 if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):
                     raise
             self.rows = -(-self.rows // 2)
-            warnings.warn(f"a probe of the model ran out of memory; it goes on with {self.rows} samples at a time", stacklevel=2)
+            warnings.warn(f"a probe of the model ran out of memory; it continues with {self.rows} samples at a time", stacklevel=2)
 
     def _losses(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
         found = []
@@ -210,7 +210,7 @@ class Probe:
         size = self.rows if self._filled_up else -(-len(time) // parts)
         with undisturbed(self.modules, self.x0.device), self._as_in_training():
             for part in range(parts):
-                # the last one is filled up from the beginning, so that every forward has one shape
+                # the last chunk is filled up with the first rows, so that every forward pass has the same shape
                 chosen = torch.arange(part * size, (part + 1) * size, device=time.device) % len(time)
                 found.append(self._chunk(time[chosen], rows[chosen], noise_rows[chosen]))
         return torch.cat(found)[: len(time)]
@@ -223,13 +223,13 @@ class Probe:
     def _as_in_training(self) -> Any:
         if self._exact:
             return full_precision(self.modules, self.x0.device)
-        # without the cache: it would show the weights as they were before the update
+        # without autocast's weight cache, which would hold the weights from before the update
         device, dtype = self.x0.device.type, self.autocast
         return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of the autocast that is on for this device, None where it is off."""
+    """The dtype of the active autocast on this device, None if autocast is off."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -12,17 +12,17 @@ from noiseclock.core.probes import map_tensors
 
 
 def active() -> bool:
-    """Is there more than one process to talk to?"""
+    """Is there a process group with more than one process?"""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def mine() -> int:
-    """The number of this process."""
+    """The rank of this process."""
     return dist.get_rank() if active() else 0
 
 
 def count() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return dist.get_world_size() if active() else 1
 
 
@@ -35,7 +35,7 @@ def total(x: Tensor) -> Tensor:
 
 
 def average_(tensors: list[Tensor]) -> None:
-    """Replace tensors by their mean over ranks, in one message."""
+    """Replace tensors by their mean over ranks, with one all-reduce."""
     if active() and tensors:
         flat = torch.cat([t.flatten() for t in tensors])
         dist.all_reduce(flat)
@@ -45,7 +45,7 @@ def average_(tensors: list[Tensor]) -> None:
 
 
 def least(value: int, device: torch.device) -> int:
-    """The smallest of the ranks' numbers."""
+    """The smallest value over ranks."""
     if not active():
         return value
     x = torch.tensor(value, device=device)
@@ -54,7 +54,7 @@ def least(value: int, device: torch.device) -> int:
 
 
 def gathered(x: Tensor) -> list[Tensor]:
-    """Every rank's tensor, all of one shape."""
+    """The tensors of all ranks, which must have the same shape."""
     if not active():
         return [x]
     found = [torch.empty_like(x) for _ in range(count())]
@@ -71,7 +71,7 @@ def from_first(x: Tensor) -> Tensor:
 
 
 def anything_from_first(thing: Any, device: torch.device) -> Any:
-    """What rank 0 has, on every rank, be it captions or tensors of other shapes than there; tensors that are not on the host go to `device`."""
+    """Rank 0's object on every rank, such as captions or tensors whose shape differs by rank; tensors that are not on the host go to `device`."""
     if not active():
         return thing
     on_host: list[bool] = []

@@ -71,7 +71,7 @@ class Record:
         """Raise a ValueError unless the state fits."""
         sums = state.get("sums")
         if not isinstance(sums, Tensor) or sums.shape != self._sums.shape:
-            raise ValueError(f"the record of losses has {self.bins} bins, which the state given does not hold")
+            raise ValueError(f"the record of losses in the state must have {self.bins} bins")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)

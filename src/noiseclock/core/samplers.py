@@ -123,7 +123,7 @@ class Sampler(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state."""
         if state:
-            raise ValueError(f"{self} has no state, but was given {sorted(state)}")
+            raise ValueError(f"{self} has no state, got {sorted(state)}")
 
 
 class Density(Sampler):

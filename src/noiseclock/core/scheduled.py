@@ -80,7 +80,7 @@ class LogSNRNormal(Scheduled):
 
     def _reached(self, mass: float) -> float:
         if mass == 0:
-            raise ValueError(f"{self} leaves no probability on the schedule: its noise levels lie too many standard deviations away")
+            raise ValueError(f"{self} has no probability on the schedule, whose noise levels lie too many standard deviations from the mean")
         return mass
 
     def icdf(self, v: Tensor) -> Tensor:

@@ -388,7 +388,7 @@ class Continuous(Schedule):
 
     def posterior(self, time: Tensor, previous: Tensor | None = None) -> Posterior:
         if previous is None:
-            raise ValueError(f"{type(self).__name__} has no steps: posterior needs the time to go back to")
+            raise ValueError(f"{type(self).__name__} has no steps: pass the earlier time to posterior as `previous`")
         _check_order(time, previous)
         now, then = self.level(time), self.level(previous)
         alpha2 = now.a2 / then.a2

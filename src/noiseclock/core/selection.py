@@ -1,6 +1,6 @@
-"""Which few times tell what an update does to all of them (Algorithm 2 of 2411.09998).
+"""Selection of the few times that best predict the effect of an update on all times (Algorithm 2 of 2411.09998).
 
-Each probe gives one row: δ_τ, the fall of the loss at every time τ of a grid, for one x0. The last |Q| rows are kept; Δ, the mean of a row, is
+Each probe gives one row: δ_τ, the decrease of the loss at every time τ of a grid, for one x0. The last |Q| rows are kept; Δ, the mean of a row, is
 regressed on each column, and the |S| columns that predict it best are measured for the whole batch at the next probe.
 """
 
@@ -39,7 +39,7 @@ def f_statistic(rows: Tensor, target: Tensor) -> Tensor:
     centred = torch.where(usable, rows - rows.mean(0), 0.0)
     aim = target - target.mean()
     spread = centred.square().sum(0)
-    # a column whose spread is rounding error is constant
+    # a column whose spread is only rounding error counts as constant
     usable &= spread > (torch.finfo(rows.dtype).eps * rows.abs().nan_to_num(0, 0, 0).amax(0)) ** 2 * len(rows)
     r2 = (centred * aim[:, None]).sum(0).square() / (spread * aim.square().sum()).clamp(min=torch.finfo(rows.dtype).tiny)
     r2 = r2.clamp(max=1)
@@ -47,13 +47,13 @@ def f_statistic(rows: Tensor, target: Tensor) -> Tensor:
 
 
 def best_by_f(rows: Tensor, count: int) -> Tensor:
-    """The paper's choice: the `count` columns with the largest F for the rows' mean; fewer where fewer can be used."""
+    """The paper's choice: the `count` columns with the largest F for the rows' mean; fewer if fewer are usable."""
     f = f_statistic(rows, _mean(rows))
     return f.topk(min(count, int((f > -torch.inf).sum()))).indices
 
 
 def best_by_greed(rows: Tensor, count: int) -> Tensor:
-    """Forward selection: each column is the one that explains most of what those before it left, so neighbours do not repeat each other."""
+    """Forward selection: each step adds the column that explains most of the residual, so that neighbouring times do not repeat each other."""
     aim, rest = _mean(rows), rows.clone()
     chosen: list[Tensor] = []
     for _ in range(count):
@@ -72,12 +72,12 @@ def best_by_greed(rows: Tensor, count: int) -> Tensor:
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """(n,) Δ of each row, over the columns that are finite in all of them."""
+    """(n,) Δ of each row, over the columns that are finite in all rows."""
     return rows[:, rows.isfinite().all(0)].mean(1)
 
 
 def r_squared(rows: Tensor, selected: Tensor) -> Tensor:
-    """(...) how well the mean over the selected columns (..., S) follows the mean over all, as a squared correlation; NaN with fewer than three rows.
+    """(...) the squared correlation of the mean over the selected columns (..., S) with the mean over all; NaN with fewer than three rows.
 
     >>> round(float(r_squared(torch.randn(9, 5, generator=torch.Generator().manual_seed(0)), torch.arange(5))), 6)
     1.0
@@ -101,24 +101,24 @@ class Queue:
         self.selected = torch.arange(columns, device="cpu") if select == "all" else evenly(columns, count)
 
     def push(self, row: Tensor) -> None:
-        """Add a row (C,) and select anew."""
-        if not row.isfinite().any():  # of a broken sample: while it stayed, no column could be selected
+        """Add a row (C,) and repeat the selection."""
+        if not row.isfinite().any():  # from a broken sample: while such a row is kept, no column can be selected
             return
         self.rows = torch.cat([self.rows, row.detach().to("cpu", torch.float64)[None]])[-self.size :]
         if self.select == "all" or len(self.rows) < ENOUGH:
             return
         best = (best_by_f if self.select == "f" else best_by_greed)(self.rows, self.count)
-        if len(best) == self.count:  # otherwise too little varies to choose from, and the choice before stands
+        if len(best) == self.count:  # otherwise too few columns vary, and the previous selection stays
             self.selected = best
 
     @property
     def r_squared(self) -> float:
-        """Of the selected columns, over the rows."""
+        """R² of the selected columns, over the rows."""
         return float(r_squared(self.rows, self.selected))
 
     @property
     def f(self) -> float:
-        """Its F statistic, R²/(1-R²)·(n-2): what R² means depends on how many rows there are."""
+        """The F statistic of the selected columns, R²/(1-R²)·(n-2): unlike R², it accounts for the number of rows n."""
         return float(f_statistic(self.rows[:, self.selected].mean(1, keepdim=True), _mean(self.rows))) if len(self.rows) >= ENOUGH else math.nan
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Queue:
         rows, selected = state.get("rows"), state.get("selected")
         fits = isinstance(rows, Tensor) and isinstance(selected, Tensor) and rows.ndim == 2 and selected.shape == self.selected.shape
         if not fits or rows.shape[1] != self.columns or len(rows) > self.size:  # type: ignore[union-attr, arg-type]  # `fits` says that they are tensors
-            raise ValueError(f"the queue keeps up to {self.size} rows of {self.columns} times, which the state given does not hold")
+            raise ValueError(f"the queue in the state must hold up to {self.size} rows of {self.columns} times")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)

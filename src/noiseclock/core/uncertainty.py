@@ -68,7 +68,7 @@ class Uncertainty(Weighting):
         if not isinstance(self.weighting, Weighting):
             raise TypeError(f"Uncertainty learns on top of a Weighting, got {self.weighting!r}")
         if self.normalize or self.weighting.normalize:
-            raise ValueError("Uncertainty finds the scale of the weights itself: leave out normalize=True")
+            raise ValueError("Uncertainty learns the scale of the weights itself: leave out normalize=True")
         with lasting():
             object.__setattr__(self, "_net", LogError())
 
@@ -91,7 +91,7 @@ class Uncertainty(Weighting):
         """u (B,) at each time (B,), with gradients, on the device of `time`."""
         device = self.net.bias.device
         if time.device not in (device, torch.device("cpu")):
-            raise ValueError(f"Uncertainty lives on {device} and the data on {time.device}; move it before the optimiser is made: .to(device)")
+            raise ValueError(f"Uncertainty is on {device} and the data on {time.device}; move it with .to(device) before you make the optimiser")
         level = schedule.level(widen(time))
         log_sigma = ((level.s2.log() - level.a2.log()) / 2).clamp(-LOG_SIGMA, LOG_SIGMA)
         u: Tensor = self.net(log_sigma.to(device, self.net.bias.dtype))
@@ -124,7 +124,7 @@ class Uncertainty(Weighting):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         mine = self.net.state_dict()
         if set(state) != set(mine):
-            raise ValueError(f"Uncertainty: its state has {', '.join(sorted(mine))}, but was given {', '.join(sorted(map(str, state))) or 'nothing'}")
+            raise ValueError(f"Uncertainty: its state must hold {', '.join(sorted(mine))}, got {', '.join(sorted(map(str, state))) or 'nothing'}")
         for name, value in mine.items():
             theirs = state[name]
             if not isinstance(theirs, Tensor) or theirs.shape != value.shape or not bool(theirs.isfinite().all()):

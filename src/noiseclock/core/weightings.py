@@ -71,7 +71,7 @@ class Weighting(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, or raise a ValueError and change nothing."""
         if state:
-            raise ValueError(f"{self} has no state, but was given {sorted(state)}")
+            raise ValueError(f"{self} has no state, got {sorted(state)}")
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Truncated(Density):
             raise ValueError(f"Truncated: needs 0 <= lo < hi <= 1, got lo = {self.lo}, hi = {self.hi}")
         lo, hi = self.sampler.support
         if self.lo >= hi or self.hi <= lo:
-            raise ValueError(f"Truncated: [{self.lo}, {self.hi}] holds nothing of {self.sampler}, which lives on [{lo:g}, {hi:g}]")
+            raise ValueError(f"Truncated: [{self.lo}, {self.hi}] does not overlap {self.sampler}, which draws from [{lo:g}, {hi:g}]")
 
     @property
     def corrects(self) -> bool:
@@ -205,7 +205,7 @@ class Blend(Sampler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {"sampler", "other"}:
-            raise ValueError(f"{type(self).__name__}: its state has 'sampler' and 'other', but was given {sorted(state)}")
+            raise ValueError(f"{type(self).__name__}: its state must hold 'sampler' and 'other', got {sorted(state)}")
         self.sampler.load_state_dict(state["sampler"])
         self.other.load_state_dict(state["other"])
 
@@ -216,7 +216,9 @@ def _check_parts(owner: Blend) -> None:
             raise TypeError(f"{type(owner).__name__} blends samplers, got {part!r}; make one by its name with nc.sampler(name)")
     looks = {part.every for part in owner._parts if part.every > 0}
     if len(looks) > 1:
-        raise ValueError(f"{type(owner).__name__}: they look at the model every {min(looks)} and every {max(looks)} updates; give both one `every`")
+        raise ValueError(
+            f"{type(owner).__name__}: one sampler probes every {min(looks)} updates, the other every {max(looks)}; give both the same `every`"
+        )
 
 
 @dataclass(frozen=True)
