@@ -42,7 +42,7 @@ def test_a_training_says_that_it_is_validated_without_classes(unlabelled, tmp_pa
     assert [str(found.message) for found in recwarn][-1] == f"{SAID}, which it was not trained with: drop_labels is 0"
 
 
-@pytest.mark.filterwarnings("default:.*has no labels")
+@pytest.mark.filterwarnings("ignore:.*has no labels")
 def test_what_is_measured_without_classes_is_the_model_that_is_told_none(unlabelled, tmp_path, capsys):
     settings = replace(unlabelled, lr=0.05, warmup=0, updates=20, validate_every=20)  # so far that the label counts
     trained(settings, tmp_path / "run")
