@@ -153,7 +153,7 @@ def collect(queue: list[Part], folder: Path, results: Path) -> None:
     for name, part in begun.items():
         with tempfile.TemporaryDirectory() as measured:
             shutil.copytree(folder / name, measured, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINED))
-            print(f"{compare.merge(part.plan(), results / name, [measured])} trainings joined to {results / name}")
+            print(f"{compare.merge(part.plan(), results / name, [measured])} trainings copied into {results / name}")
 
 
 def told(part: Part, cell: compare.Cell, *words: str) -> None:
@@ -164,12 +164,12 @@ def told(part: Part, cell: compare.Cell, *words: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Train, list what is left, or merge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="one folder of results for each comparison comes into it")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="what is done already")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time; on one GPU under NVIDIA's multi-process service")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="then save and stop")
-    parser.add_argument("--list", action="store_true", help="what is left, and nothing else")
-    parser.add_argument("--merge", action="store_true", help="copy what was measured, not what was trained, and nothing else")
+    parser.add_argument("folder", type=Path, help="folder in which every comparison gets a folder of results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results measured so far")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings in parallel; on one GPU, under NVIDIA's multi-process service")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after so many minutes")
+    parser.add_argument("--list", action="store_true", help="only list what is left")
+    parser.add_argument("--merge", action="store_true", help="only copy the measurements, without the trained models, into --results")
     args = parser.parse_args(argv)
     if args.list:
         for part, _, cell in left(QUEUE, args.folder, args.results):

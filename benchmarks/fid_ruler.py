@@ -33,11 +33,11 @@ KNOWN = 3.152  # pytorch-fid's own network on these files
 def main(argv: list[str] | None = None) -> None:
     """Measure, print one table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=int, default=50_000, help="how many images of the training set")
-    parser.add_argument("--test", type=int, default=10_000, help="how many of the test set")
+    parser.add_argument("--train", type=int, default=50_000, help="number of training images")
+    parser.add_argument("--test", type=int, default=10_000, help="number of test images")
     parser.add_argument("--resize", choices=RESIZES, default="pytorch")
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, help="of the convolutions, the first being what the others are held against")
-    parser.add_argument("--batch", type=int, nargs="+", default=[250], help="the first for the scores; all are timed")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, help="precisions of the convolutions; the others are compared with the first")
+    parser.add_argument("--batch", type=int, nargs="+", default=[250], help="batch sizes; scores use the first, and all are timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     args = parser.parse_args(argv)

@@ -251,9 +251,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="folder of a training to take the model from; a small one of digits is trained unless given")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--updates", type=int, default=20, help="before the measurement, of digits")
+    parser.add_argument("--updates", type=int, default=20, help="updates of the digits model before the measurement")
     parser.add_argument("--probes", type=int, default=6)
-    parser.add_argument("--samples", type=int, default=128, help="of each bin, for exact norms")
+    parser.add_argument("--samples", type=int, default=128, help="samples per bin, for exact norms")
     parser.add_argument(
         "--truth", type=int, default=512, help="samples of the target and of each bin's gradient; thousands on a model that has been trained for long"
     )

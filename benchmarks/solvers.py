@@ -79,11 +79,11 @@ def table(cells: Sequence[Cell]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Measure, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of a comparison, with its checkpoints")
-    parser.add_argument("--methods", nargs="+", help="all of the comparison unless given")
+    parser.add_argument("folder", type=Path, help="folder of a comparison, with its checkpoints")
+    parser.add_argument("--methods", nargs="+", help="all methods of the comparison unless given")
     parser.add_argument("--solvers", nargs="+", default=SOLVERS)
     parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--device", help="cuda where there is one")
+    parser.add_argument("--device", help="cuda if available, unless given")
     args = parser.parse_args(argv)
     results = read(args.folder)
     cells = [cell for method in args.methods or results.methods for cell in results.of(method) if cell.finished]

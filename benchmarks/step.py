@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samplers", nargs="+", default=["uniform"])
     parser.add_argument("--size", type=int, default=32, help="width of the images")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block", type=int, default=40, help="updates in a round, where no sampler needs more")
+    parser.add_argument("--block", type=int, default=40, help="updates per round, unless a sampler needs more")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--out", type=Path, help="where to write the JSON")

@@ -101,7 +101,7 @@ MISTAKES = {
     "train digits --attention 5 --dry-run": "noiseclock: attention at height 5 never happens; this U-Net works at heights 8, 4\n",
     "train digits --track nothing": "noiseclock: the tracker 'nothing' is not installed",
     "sample": "FOLDER",
-    "sample nowhere": "noiseclock: nowhere holds no checkpoint; give the folder of a training that has made one\n",
+    "sample nowhere": "noiseclock: nowhere holds no checkpoint; give the folder of a training that has saved one\n",
     "evaluate nowhere": "noiseclock: nowhere holds no checkpoint",
     "export nowhere out": "noiseclock: nowhere holds no checkpoint",
     "recipes --all": "Unrecognized options: --all",
@@ -284,7 +284,7 @@ def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
         assert not np.array_equal(np.load(tmp_path / "other.npz")["arr_0"], np.load(tmp_path / "all.npz")["arr_0"])
     said(capsys, "sample", str(run), "--count", "3", "--out", "folder")
     assert len(list((tmp_path / "folder").iterdir())) == 3
-    assert "is a folder with something in it" in said(capsys, "sample", str(run), "--out", "folder", status=2)
+    assert "is a folder that is not empty" in said(capsys, "sample", str(run), "--out", "folder", status=2)
     said(capsys, "sample", str(run), "--count", "3", "--out", "LOUD.PNG")
     assert (tmp_path / "LOUD.PNG").is_file()
     (tmp_path / "notes.txt").write_text("mine")
@@ -299,7 +299,7 @@ SAMPLING = {
     "--guidance nan": "guidance must be finite, got nan",
     "--out a.jpg": "written as .png, .npz or a folder of PNG files, not as .jpg; give a.jpg another name",
     "--out a.GIF": "not as .GIF",
-    "--count 0": "at least one picture must be asked for",
+    "--count 0": "the number of pictures and the batch must be at least 1",
     "--step 3": "has no checkpoint of step 3; it has: 2, 4",
 }
 
@@ -339,9 +339,9 @@ def test_figures_carry_what_they_were_measured_on(capsys, dit, features, monkeyp
 
 
 EVALUATING = {
-    "--samples 0 --batch 0": "batches have at least one picture",
-    "--samples 0 --vlb-images 0 --batch -3": "batches have at least one picture",
-    "--vlb-steps 1": "and the bound at least 2 steps, got batch=256 and vlb_steps=1",
+    "--samples 0 --batch 0": "batch must be at least 1 and vlb_steps at least 2",
+    "--samples 0 --vlb-images 0 --batch -3": "batch must be at least 1 and vlb_steps at least 2",
+    "--vlb-steps 1": "vlb_steps at least 2, got 256 and 1",
     "--resize bicubic": "unknown resize 'bicubic'; known: pytorch, tensorflow",
 }
 
@@ -379,7 +379,7 @@ def test_an_exported_run_is_a_pipeline_that_samples(capsys, run, dit, tmp_path):
     x, t = torch.randn(3, 1, 8, 8), torch.tensor([0, 7, 19])
     with torch.no_grad():
         assert torch.equal(pipeline.unet(x, t).sample, found.net(x, t))
-    assert "only U-Nets are exported" in said(capsys, "export", str(dit), "other", status=2)
+    assert "only U-Nets can be exported" in said(capsys, "export", str(dit), "other", status=2)
 
 
 def test_a_model_of_pictures_that_are_gone_is_sampled_and_exported(capsys, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_from_pictures_to_samples_of_latents(capsys, tmp_path, monkeypatch):
 def test_a_model_of_latents_is_not_exported(capsys, tmp_path):
     cache = encoded(tmp_path / "latents", saved(tmp_path / "coder"))
     trained(replace(UNET, data=f"latents:{cache}", updates=1), tmp_path / "run")
-    assert "noiseclock sample gives its pictures" in said(capsys, "export", "run", "out", status=2)
+    assert "use noiseclock sample for its pictures" in said(capsys, "export", "run", "out", status=2)
 
 
 def test_the_next_command_encodes_the_pictures_as_the_autoencoder_saw_them(capsys):

@@ -100,7 +100,7 @@ def test_machines_share_a_comparison_and_its_parts_are_merged(done, capsys, tmp_
     begin(SMALL, tmp_path / "idle", "cpu")  # a machine that was stopped before its first training
     before = content(tmp_path / "1")
     merged = said(capsys, *comparison(tmp_path / "all", *SAMPLERS, "--merge", "1", "2", "idle", "1"))
-    assert merged.startswith(f"6 trainings joined to {tmp_path / 'all'}\n\nvalidation loss")  # and none was trained
+    assert merged.startswith(f"6 trainings copied into {tmp_path / 'all'}\n\nvalidation loss")  # and none was trained
     assert same_cells(tmp_path / "all", whole)
     assert content(tmp_path / "1") == before
     assert statistics.answer(read(whole)) in merged
@@ -180,19 +180,19 @@ MISTAKES = {
     "compare celebahq-ldm": "noiseclock: there are no latents in data/celebahq-latents: it has no index.json; make them with noiseclock encode\n",
     "compare digits --samplers unifrom": "noiseclock: unknown method 'unifrom' (did you mean uniform?); known: uniform, adaptive,",
     "compare digits --samplers uniform lsm uniform": "noiseclock: the methods of a comparison must differ, got uniform, lsm, uniform\n",
-    "compare digits --samplers": "noiseclock: a comparison needs at least one of its methods\n",
+    "compare digits --samplers": "noiseclock: the methods of a comparison must not be empty\n",
     "compare digits --samplers speed:q=3": "takes no option 'q'",
     "compare digits --lr 1e-3 0.001": "noiseclock: the lrs of a comparison must differ, got 0.001, 0.001\n",
     "compare digits --lr -1": "noiseclock: lr must be positive, got -1.0\n",
-    "compare digits --shard 3/2": "noiseclock: --shard is i/n with 1 <= i <= n, got '3/2'\n",
-    "compare digits --shard x": "noiseclock: --shard is i/n with 1 <= i <= n, got 'x'\n",
-    "compare digits --shard 0/2 --merge somewhere": "--shard is i/n",
+    "compare digits --shard 3/2": "noiseclock: --shard must be i/n with 1 <= i <= n, got '3/2'\n",
+    "compare digits --shard x": "noiseclock: --shard must be i/n with 1 <= i <= n, got 'x'\n",
+    "compare digits --shard 0/2 --merge somewhere": "--shard must be i/n",
     "compare digits --seeds 0": "noiseclock: a comparison needs at least one seed and one job, got 0 and 1\n",
     "compare digits --jobs 0": "noiseclock: a comparison needs at least one seed and one job, got 3 and 0\n",
-    "compare digits --every 3": "noiseclock: evaluations every 3 updates do not end with the last of 2000; choose a divisor of it\n",
-    "compare digits --every 0": "evaluations every 0 updates do not end with the last of 2000",
-    "compare digits --until 700": "noiseclock: trainings can stop where they are evaluated, every 500 updates up to 2,000, got until=700\n",
-    "compare digits --until 2500 --jobs 2": "every 500 updates up to 2,000, got until=2,500\n",
+    "compare digits --every 3": "noiseclock: every must divide the 2000 updates, so that the last one is evaluated, got 3\n",
+    "compare digits --every 0": "every must divide the 2000 updates, so that the last one is evaluated, got 0",
+    "compare digits --until 700": "noiseclock: until must be an update that is evaluated, every 500 updates up to 2,000, got 700\n",
+    "compare digits --until 2500 --jobs 2": "every 500 updates up to 2,000, got 2,500\n",
     "compare digits --samples -1": "noiseclock: samples must not be negative, got -1\n",
     "compare digits --samples 3": "noiseclock: samples must be 0, or at least 4 to say anything about them, got 3\n",
     "compare digits --vlb-images -1": "noiseclock: vlb_images must not be negative, got -1\n",
@@ -208,11 +208,11 @@ MISTAKES = {
     "report . --format pdf": "noiseclock: unknown format 'pdf'; known: html, markdown, png\n",
     "analyze digts": "noiseclock: unknown recipe 'digts' (did you mean digits?)",
     "analyze digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
-    "analyze digits --checkpoint nowhere": "noiseclock: nowhere holds no checkpoint; give the folder of a training that has made one\n",
+    "analyze digits --checkpoint nowhere": "noiseclock: nowhere holds no checkpoint; give the folder of a training that has saved one\n",
     "analyze digits --out /dev/null": "noiseclock: cannot write into /dev/null (File exists); choose a folder that can be written to\n",
     "watch": "Missing from noiseclock watch: FOLDER",
     "watch nowhere": "noiseclock: there is no folder nowhere; give the folder of a training\n",
-    "watch . --port 65536": "noiseclock: a port lies in 0..65535, got 65536\n",
+    "watch . --port 65536": "noiseclock: port must lie in 0..65535, got 65536\n",
 }
 
 
@@ -234,7 +234,7 @@ REPLACED = {
 @pytest.mark.parametrize("option", REPLACED)
 def test_what_a_comparison_decides_for_each_training_is_no_option(capsys, tmp_path, option):
     told = said(capsys, "compare", "digits", option, REPLACED[option], status=2)
-    assert told == f"noiseclock: {option} is what a comparison sets for each training; see noiseclock compare --help\n"
+    assert told == f"noiseclock: {option} cannot be given, because a comparison sets it for each training; see noiseclock compare --help\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,7 +264,7 @@ def test_another_comparison_is_not_merged(done, capsys, tmp_path):
 
 REFUSED = {
     "uniform --dropout 0.1": "holds another comparison",
-    "uniform --until 3": "trainings can stop where they are evaluated",
+    "uniform --until 3": "until must be an update that is evaluated",
     "constant": "uniform and constant are the same method",
 }
 

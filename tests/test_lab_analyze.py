@@ -215,7 +215,7 @@ def test_plans():
     assert analyze.planned(replace(digits, updates=30), 1437).stages[-1] == 30
     assert analyze.planned(digits, 1437, quick=True).stages[-1] < 50
     for stages in ((), (0, 1), (2, 2), (3, 1)):
-        with pytest.raises(Mistake, match="stages are numbers of updates that rise"):
+        with pytest.raises(Mistake, match="stages must be increasing numbers of updates"):
             Plan(stages, 8)
 
 

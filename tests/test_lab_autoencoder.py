@@ -82,7 +82,7 @@ def test_its_digest_tells_weights_apart(tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((3, 8, 8), "the pictures have 3 channels and the AutoencoderKL sees 1"), ((1, 9, 9), "pictures of 1x9x9 come back .* as 1x8x8; give a size")],
+    [((3, 8, 8), "the pictures have 3 channels, but the AutoencoderKL takes 1"), ((1, 9, 9), "returns pictures of 1x9x9 as 1x8x8; give a size")],
 )
 def test_pictures_that_do_not_fit_are_named(tmp_path, shape, message):
     with pytest.raises(Mistake, match=message):
@@ -286,7 +286,7 @@ def test_folders_of_others_are_left_alone(tmp_path, run):
         with pytest.raises(Mistake, match="holds something that was not trained by this command; choose another folder"):
             trained(SMALL, tmp_path / other)
         assert content(tmp_path / other) == before
-    with pytest.raises(Mistake, match=r"config.json is damaged or not of a training; choose another folder"):
+    with pytest.raises(Mistake, match=r"config.json is damaged or is not that of a training; choose another folder"):
         small_runs.trained(small_runs.TINY, tmp_path / "autoencoder")
 
 

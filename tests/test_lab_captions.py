@@ -221,7 +221,7 @@ def test_mistakes_in_captions_are_named(place, tmp_path):
             embed(pictures, encoder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
     file.write_bytes(good.encode() + b'\n{"file": "0.png", "caption": "caf\xe9"}')
-    with pytest.raises(Mistake, match=r"captions.jsonl is not text in UTF-8 \(.* at byte \d+\); save it as that"):
+    with pytest.raises(Mistake, match=r"captions.jsonl is not text in UTF-8 \(.* at byte \d+\); save it in UTF-8"):
         embed(pictures, encoder, tmp_path / "out")
     file.unlink()
     with pytest.raises(Mistake, match=r"there is no .*captions.jsonl"):
@@ -241,7 +241,7 @@ def test_mistakes_in_encoders_are_named(place, tmp_path, monkeypatch):
         Encoder(tmp_path)
     for text, message in (
         ("{}", "does not name a model_type"),
-        ('{"model_type": "bert"}', "'bert', which is no text encoder known here; known: clip"),
+        ('{"model_type": "bert"}', "'bert', which is no known text encoder; known: clip"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(Mistake, match=message):
@@ -252,7 +252,7 @@ def test_mistakes_in_encoders_are_named(place, tmp_path, monkeypatch):
         (broken / missing).unlink()
         with pytest.raises(Mistake, match=message):
             Encoder(broken)
-    with pytest.raises(Mistake, match="take 2 to 8"):
+    with pytest.raises(Mistake, match="takes captions of 2 to 8"):
         Encoder(place / "encoder", length=9)
     endless = write_encoder(tmp_path / "endless", "t5")
     write_tokenizer(endless, 10**30)

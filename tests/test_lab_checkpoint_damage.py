@@ -39,7 +39,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_loaded(name, damage, tmp_p
     save(tmp_path, 1, state_of(1))
     save(tmp_path, 2, state_of(2))
     damage(tmp_path / "checkpoints" / "step-00000002" / name)
-    with pytest.warns(UserWarning, match="step-00000002 is damaged .* and is passed over") as caught:
+    with pytest.warns(UserWarning, match="step-00000002 is damaged .* and is skipped") as caught:
         assert same(load(tmp_path), (1, state_of(1)))
     assert caught[0].filename == __file__
     assert newest(tmp_path) == tmp_path / "checkpoints" / "step-00000001"

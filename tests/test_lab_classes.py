@@ -32,7 +32,7 @@ def unlabelled(tmp_path, elsewhere):
     return replace(TINY, data="folder:set", conditional=True, updates=2, validate_every=2)
 
 
-SAID = "folder:set test has no labels, so the model is measured there with the null class"
+SAID = "folder:set test has no labels, so the model is evaluated there with the null class"
 
 
 def test_a_training_says_that_it_is_validated_without_classes(unlabelled, tmp_path, recwarn):
@@ -84,7 +84,7 @@ def test_labels_and_guidance_that_a_model_does_not_know_are_named(tmp_path, caps
     assert "not trained on classes" in said(capsys, *ask, "plain", "--label", "3", status=2)
     for label in ("10", "-1"):
         assert f"the labels 0 to 9, got {label}" in said(capsys, *ask, "classes", "--label", label, status=2)
-    assert "3 classes or captions do not fit into 1 pictures; raise --count" in said(capsys, *ask, "classes", "--label", "1", "2", "3", status=2)
+    assert "need at least as many pictures, got 1; raise --count" in said(capsys, *ask, "classes", "--label", "1", "2", "3", status=2)
     assert "not both" in said(capsys, *ask, "classes", "--label", "3", "--prompt", "three", status=2)
     assert "trained with drop_labels 0" in said(capsys, *ask, "classes", "--guidance", "2", status=2)
     assert "trained with drop_labels 0" in said(capsys, "evaluate", "classes", "--samples", "5", "--guidance", "2", "--device", "cpu", status=2)

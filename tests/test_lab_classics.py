@@ -78,11 +78,11 @@ PIXELS, LABELS = idx(random_pixels(3, 28, 28)), idx(np.array([1, 2, 3], np.uint8
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
-        (b"\0\0\x0d\x03" + PIXELS[4:], LABELS, "begins with 00000d03, an IDX file of 3-dimensional bytes with 00000803"),
+        (b"\0\0\x0d\x03" + PIXELS[4:], LABELS, "begins with 00000d03, but IDX files of 3-dimensional bytes begin with 00000803"),
         (LABELS, LABELS, "begins with 00000801"),
         (PIXELS[:10], LABELS, "damaged"),
         (b"", LABELS, "damaged"),
-        (PIXELS[:-1], LABELS, r"promises 2352 bytes of data \(3 x 28 x 28\), it holds 2351"),
+        (PIXELS[:-1], LABELS, r"promises 2352 bytes of data \(3 x 28 x 28\), but it holds 2351"),
         (PIXELS + b"x", LABELS, "promises 2352 bytes of data .* it holds 2353"),
         (idx(random_pixels(3, 28, 27)), LABELS, "its images are 28 x 27"),
         (PIXELS, idx(np.array([1, 2], np.uint8)), "2 labels do not fit 3 images"),
@@ -219,8 +219,8 @@ def test_damaged_cifar10_is_a_mistake(at_home, tmp_path):
     path = at_home / "cifar10/cifar-10-batches-bin/test_batch.bin"
     path.parent.mkdir(parents=True)
     for content, message in (
-        (good[:-1], "12291 bytes are no whole number of rows of 3073"),
-        (b"", "0 bytes are no whole number"),
+        (good[:-1], "12291 bytes are not a whole number of rows of 3073"),
+        (b"", "0 bytes are not a whole number"),
         (b"\x0b" + good[1:], r"its labels lie in \d\.\.11"),
         (good, "has 4 images in test and should have 10000"),
     ):
@@ -230,7 +230,7 @@ def test_damaged_cifar10_is_a_mistake(at_home, tmp_path):
     table = tmp_path / "test.parquet"
     for content, message in (
         (b"no parquet", "damaged"),
-        (parquet(pixels, labels, "picture"), "no columns img .or image. and label among picture, label"),
+        (parquet(pixels, labels, "picture"), "needs the columns img .or image. and label, and has picture, label"),
         (parquet(pixels[..., :16], labels), "its images are 32 x 16"),
     ):
         table.write_bytes(content)

@@ -104,7 +104,7 @@ def test_evaluate_writes_it_down(folder, tmp_path, capsys, elsewhere):
     assert json.loads(file.read_text())["clip"] == written
     for where, message in (
         ("nowhere", "there is no folder nowhere; give that of a CLIP model"),
-        ("encoder", "'clip_text_model', which is no CLIP model"),
+        ("encoder", "'clip_text_model', which is no known CLIP model"),
     ):
         assert message in said(capsys, *asked, "--clip", where, status=2)
     assert "at least one picture" in said(capsys, *asked, "--clip", str(folder), "--clip-samples", "0", status=2)

@@ -103,9 +103,9 @@ def test_a_method_that_does_not_exist_is_named(text, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ()}, "at least one of its methods"),
+        ({"methods": ()}, "the methods of a comparison must not be empty"),
         ({"seeds": (0, 0)}, "seeds of a comparison must differ"),
-        ({"every": 3}, "do not end with the last of 4"),
+        ({"every": 3}, "every must divide the 4 updates"),
         ({"methods": ("uniform", "unifrom")}, "did you mean uniform"),
         ({"methods": ("lsm", "loss-second-moment")}, "lsm and loss-second-moment are the same method; name it once, as lsm"),
         ({"methods": ("uniform", "constant")}, "uniform and constant are the same method"),
@@ -237,7 +237,7 @@ def test_a_damaged_log_is_read_as_far_as_it_goes_and_a_lost_one_costs_its_cell_a
         failures = [event.failure for event in compare(small, tmp_path, device="cpu") if event.failure]
         if lost:
             assert len(failures) == 1
-            assert "log.jsonl has lost the validation of update 4; remove" in failures[0]
+            assert "log.jsonl lacks the validation of update 4; remove" in failures[0]
         else:
             assert failures == []
             assert (cell / "points.jsonl").read_bytes() == points

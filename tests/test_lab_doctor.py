@@ -184,7 +184,7 @@ def test_gpus_are_described(native, monkeypatch):
 @pytest.mark.parametrize(
     ("failing", "ok", "said"),
     [
-        ((), True, "multiply rightly"),
+        ((), True, "multiply correctly"),
         ((torch.bfloat16,), None, "no bfloat16"),
         ((torch.float64,), None, "no float64"),
         ((torch.float32,), False, "float32"),

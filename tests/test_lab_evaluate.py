@@ -294,7 +294,7 @@ def test_fid_is_printed_as_is_usual():
 
 
 def test_pictures_must_be_like_the_dataset(home):
-    with pytest.raises(Mistake, match=r"digits train has uint8 images of 1x8x8, the pictures are torch.uint8 of shape \(5, 3, 8, 8\)"):
+    with pytest.raises(Mistake, match=r"digits train has uint8 images of 1x8x8, but the pictures are torch.uint8 of shape \(5, 3, 8, 8\)"):
         compare_images(torch.zeros(5, 3, 8, 8, dtype=torch.uint8), TRAIN)
     with pytest.raises(Mistake, match="float32"):
         compare_images(torch.zeros(5, 1, 8, 8), TRAIN)

@@ -127,6 +127,6 @@ def test_other_mistakes(tmp_path):
     with pytest.raises(Mistake, match="unknown variance 'learned'"):
         export(model_of(), schedule_of(), nc.objective("eps"), tmp_path / "pipeline", "learned")
     (tmp_path / "mine").write_text("kept")
-    with pytest.raises(Mistake, match="a folder with something in it"):
+    with pytest.raises(Mistake, match="a folder that is not empty"):
         export(model_of(), schedule_of(), nc.objective("eps"), tmp_path)
     assert (tmp_path / "mine").read_text() == "kept"

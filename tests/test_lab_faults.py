@@ -288,7 +288,7 @@ def test_a_second_signal_loses_nothing_that_was_trained(tmp_path, monkeypatch, c
     finally:
         signal.signal(signal.SIGINT, before)
     assert checkpoint.steps(tmp_path / "run")[0] == 3
-    assert ("ends once what was trained is saved" in capfd.readouterr().err) == (moment != "drawing")
+    assert ("stops once its progress is saved" in capfd.readouterr().err) == (moment != "drawing")
     trained(settings, tmp_path / "run")
     trained(settings, tmp_path / "whole")
     assert differing(state_of(tmp_path / "whole"), state_of(tmp_path / "run")) == []

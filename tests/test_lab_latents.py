@@ -213,7 +213,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path, cache, coder
         next(run)
     run.close()
     assert len(list(tmp_path.glob("train-*.safetensors"))) == after
-    with pytest.raises(Mistake, match="is not whole, because encoding was stopped; run the same noiseclock encode again to go on"):
+    with pytest.raises(Mistake, match="is incomplete, because encoding was stopped; run the same noiseclock encode again to go on"):
         load(f"latents:{tmp_path}")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
     encoded(tmp_path, coder, flip=True)
@@ -267,22 +267,22 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path, coder, cache):
 
     refused("there are no latents in .*nowhere: it has no index.json; make them with noiseclock encode", f"latents:{tmp_path / 'nowhere'}")
     refused("'latents:' lacks a path; say latents:PATH", "latents:")
-    refused("latents have the size that they were encoded with, got size=8; leave it out", size=8)
+    refused("latents have the size that they were encoded with, got size=8; leave size out", size=8)
     refused("unknown split of .* 'val'; known: train, test", split="val")
     for text, message in (
         ("{", "index.json is damaged; remove it"),
         (json.dumps({**index, "format": 2}), "has format 2, this version reads 1"),
         (json.dumps({**index, "std": ["x", 1]}), "index.json is damaged; run the same noiseclock encode again"),
         (json.dumps({**index, "std": [1.0]}), "index.json is damaged"),
-        (json.dumps({**index, "shape": [2, 4, 5]}), r"train-00000\.safetensors does not fit its index\.json"),
+        (json.dumps({**index, "shape": [2, 4, 5]}), r"train-00000\.safetensors does not match its index\.json"),
     ):
         (copied / "index.json").write_text(text)
         refused(message)
     (copied / "index.json").write_text(json.dumps(index))
     (copied / "train-00002.safetensors").unlink()
-    refused(r"train-00002\.safetensors is not there any more; run the same noiseclock encode again")
+    refused(r"train-00002\.safetensors is missing; run the same noiseclock encode again")
     saved(copied / "autoencoder", seed=1)
-    with pytest.raises(Mistake, match="copy/autoencoder is not the one that its latents were made by"):
+    with pytest.raises(Mistake, match="copy/autoencoder is not the autoencoder that made its latents"):
         load(f"latents:{copied}", split="test").decoded(torch.zeros(1, 2, 4, 4))
     unflipped = encoded(tmp_path / "unflipped", coder)
     with pytest.raises(Mistake, match="has no latents of mirrored pictures; encode with --flip, or train without flip"):
@@ -292,7 +292,7 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path, coder, cache):
 def test_a_folder_of_other_things_stays_as_it_is(tmp_path, coder):
     trained(replace(TINY, updates=1), tmp_path)
     before = content(tmp_path)
-    with pytest.raises(Mistake, match=r"holds other things, .* among them; choose another folder"):
+    with pytest.raises(Mistake, match=r"holds other files, such as .*; choose another folder"):
         encoded(tmp_path, coder)
     assert content(tmp_path) == before
 
@@ -333,7 +333,7 @@ def test_a_full_disk_is_a_failure_that_loses_no_shard(tmp_path, coder, cache, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(Failure, match=r"could not write .*train-00001\.safetensors .*No space left on device.*; run the same again"):
+        with pytest.raises(Failure, match=r"could not write .*train-00001\.safetensors .*No space left on device.*; run the same command again"):
             next(run)
     assert not list(tmp_path.glob(".*.tmp"))
     encoded(tmp_path, coder, flip=True)
@@ -359,7 +359,7 @@ def test_a_training_on_latents_resumes_to_the_bit_and_shows_pictures(tmp_path, c
 
 def test_edm_is_told_the_spread_of_latents(tmp_path, cache):
     edm = on_latents(cache, replace(TINY, **EDM), updates=1)
-    with pytest.warns(UserWarning, match="say edm:sigma_data=1"):
+    with pytest.warns(UserWarning, match="use edm:sigma_data=1"):
         trained(edm, tmp_path / "as it is")
     trained(replace(edm, objective="edm:sigma_data=1"), tmp_path / "told")
     x0, _ = next(batches(load(f"latents:{cache}"), 1000, seed=0))
@@ -414,7 +414,7 @@ def test_pictures_that_are_gone_or_changed_are_named_and_samples_go_on(tmp_path)
     with pytest.raises(Mistake, match=r"set train has changed since .*latents was made of it, from 5. of 3x8x8 to 5. of 3x8x8; encode it again"):
         evaluated(run, samples=20)
     (tmp_path / "set").rename(tmp_path / "elsewhere")
-    with pytest.raises(Mistake, match=r"samples are compared with the images that .*latents was made of, and they cannot be had: there is no folder"):
+    with pytest.raises(Mistake, match=r"compared with the images that .*latents was made of, but these cannot be loaded: there is no folder"):
         evaluated(run, samples=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -71,7 +71,7 @@ def test_any_number_of_channels_goes_into_an_npz(tmp_path):
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "0.png").write_text("mine")
-    with pytest.raises(Mistake, match="a folder with something in it"):
+    with pytest.raises(Mistake, match="a folder that is not empty"):
         pictures.save(some(1, 1, 8, 8), tmp_path / "kept")
     assert (tmp_path / "kept" / "0.png").read_text() == "mine"
     (tmp_path / "empty").mkdir()

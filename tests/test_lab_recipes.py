@@ -175,7 +175,7 @@ WRONG = {
     "unknown schedule 'betas'": {"schedule": "betas"},
     "sampler 'speed:q=3': sampler 'speed' takes no option 'q'; allowed: k, tau, variant, schedule": {"sampler": "speed:q=3"},
     "'speed:k': 'k' is not option=value": {"sampler": "speed:k"},
-    "'speed:k=3,k=5': k is there twice": {"sampler": "speed:k=3,k=5"},
+    "'speed:k=3,k=5': k is given twice": {"sampler": "speed:k=3,k=5"},
     "sampler 'shifted:k=3': sampler 'shifted' needs sampler": {"sampler": "shifted:k=3"},
     "the schedule 'flow' is continuous and has no steps; set steps to None": {"schedule": "flow"},
     "steps is a setting of its own": {"schedule": "linear:steps=10"},

@@ -392,8 +392,8 @@ def test_times_come_from_the_costs_of_updates_where_those_are_there(folder):
         assert all(
             record["seconds"] == record["step"] * (0.01 if cell.method == "uniform" else 0.0125) for record in (*cell.train, *cell.validations)
         )
-    assert "times of an update of each method by itself" in facts(results)
-    assert "times of an update of each method by itself" not in facts(read(folder.parent / "elsewhere"))
+    assert "time per update measured for each method alone" in facts(results)
+    assert "time per update measured for each method alone" not in facts(read(folder.parent / "elsewhere"))
 
 
 def test_times_from_the_costs_are_compared_wherever_the_trainings_ran(folder):

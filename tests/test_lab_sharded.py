@@ -162,7 +162,7 @@ def test_one_damaged_part_damages_all(spread, tmp_path, damage):
     assert checkpoint.newest(run) == run / "checkpoints" / "step-00000004"
     with pytest.raises(Mistake, match="step-00000008 is damaged"):
         checkpoint.load(run, 8)
-    with pytest.warns(UserWarning, match="step-00000008 is damaged .* and is passed over"):
+    with pytest.warns(UserWarning, match="step-00000008 is damaged .* and is skipped"):
         assert checkpoint.load(run)[0] == 4
 
 

@@ -258,7 +258,7 @@ def test_a_disk_that_is_gone_is_a_failure(tmp_path, on_disk, workers):
     files = load(f"folder:{tmp_path}")
     for path in tmp_path.iterdir():
         path.unlink()
-    with pytest.raises(Failure, match=r"100 images in a row cannot be read, the last is .*No such file.* is the disk still there"):
+    with pytest.raises(Failure, match=r"100 images in a row cannot be read, the last is .*No such file.* check the disk"):
         next(batches(files, 2, seed=0, workers=workers))
 
 

@@ -180,7 +180,7 @@ def test_time_is_compared_on_one_machine_only():
     assert speed_up(slow, fast, "frechet", 100, "images") == 1.0
     results = compared([slow, fast, training("m", 1, [1.0], pace=0.02), training("uniform", 1, [1.0])])
     assert row_of(results, "m").overhead == Ratio({1: 2.0})
-    assert "There were 2 machines" in table(results, "frechet").notes[-1]
+    assert "Trainings ran on 2 machines" in table(results, "frechet").notes[-1]
 
 
 def test_seconds_an_update_are_those_of_the_last_record_that_has_them():
@@ -366,7 +366,7 @@ def test_a_learning_rate_at_which_a_seed_fails_is_not_the_best():
 
 def test_more_learning_rates_than_the_baseline_had_are_no_fair_choice():
     cells = [cell for cell in rates().cells if (cell.method, cell.lr) != ("uniform", 2e-3)]
-    assert verdicts(compared(cells), own_lr=True)["m"] == "cannot tell (not the same learning rates were tried)"
+    assert verdicts(compared(cells), own_lr=True)["m"] == "cannot tell (different learning rates were tried)"
 
 
 # --- in words -----------------------------------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def test_mistakes_in_prompts_are_named(place, settings, tmp_path, capsys, elsewh
     encoder = ("--encoder", str(place / "encoder"))
     assert "not trained on captions" in said(capsys, *ask, "digits", *red, *encoder, status=2)
     assert "--encoder FOLDER" in said(capsys, *ask, "run", *red, status=2)
-    assert "there is none" in said(capsys, *ask, "run", *encoder, status=2)
+    assert "--encoder needs a prompt" in said(capsys, *ask, "run", *encoder, status=2)
     assert "is not the encoder" in said(capsys, *ask, "run", *red, "--encoder", "other", status=2)
 
 

@@ -489,7 +489,7 @@ def test_what_cannot_be_started_from_is_named(tmp_path):
     trained(replace(TINY, updates=2), tmp_path / "first")
     with pytest.raises(Mistake, match="holds no checkpoint"):
         trained(replace(TINY, pretrained=str(tmp_path / "nowhere")), tmp_path / "second")
-    with pytest.raises(Mistake, match="its network is another"):
+    with pytest.raises(Mistake, match="its network differs"):
         trained(replace(TINY, channels=32, pretrained=str(tmp_path / "first")), tmp_path / "second")
     assert not (tmp_path / "second" / "checkpoints").exists()
 

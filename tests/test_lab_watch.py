@@ -301,7 +301,7 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(Mistake, match=r"one of its trainings, in .*cells"):
         watch.serve(tmp_path)
     (tmp_path / "compare.json").unlink()
-    with pytest.raises(Mistake, match=r"a port lies in 0\.\.65535, got 65536"):
+    with pytest.raises(Mistake, match=r"port must lie in 0\.\.65535, got 65536"):
         watch.serve(tmp_path, port=65536)
     with watch.serve(tmp_path, port=0) as server, pytest.raises(Mistake, match=f"port {server.server_port} is in use"):
         watch.serve(tmp_path, port=server.server_port)

@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 USAGE = """noiseclock: which noise level a diffusion model trains on next, and whether that pays
 
-  noiseclock recipes                     the set-ups there are
-  noiseclock train RECIPE [options]      train one of them; run it again to go on
-  noiseclock sample FOLDER [options]     pictures from a training
-  noiseclock embed PICTURES [options]    captions of pictures, embedded by a text encoder, to train on
-  noiseclock evaluate FOLDER [options]   FID or Fréchet distance, KID, precision, recall, bits per dimension, loss by noise level
-  noiseclock export FOLDER OUT           a folder that diffusers' DiffusionPipeline.from_pretrained loads
+  noiseclock recipes                     list the recipes
+  noiseclock train RECIPE [options]      train a recipe; run it again to go on
+  noiseclock sample FOLDER [options]     sample pictures from a training
+  noiseclock embed PICTURES [options]    embed captions with a text encoder, to train on them
+  noiseclock evaluate FOLDER [options]   measure FID or Fréchet distance, KID, precision, recall, bits per dimension, loss by noise level
+  noiseclock export FOLDER OUT           write a folder that diffusers' DiffusionPipeline.from_pretrained loads
   noiseclock watch FOLDER                follow a training in a browser
 
-  noiseclock compare RECIPE [options]    train every method with several seeds, and say what the choice buys
-  noiseclock report RESULTS [options]    what a comparison found, as one page (compare writes it too)
-  noiseclock analyze RECIPE [options]    the papers' measurements: gradient variance, interdependence, densities through training
+  noiseclock compare RECIPE [options]    train every method with several seeds, and show what the choice gains
+  noiseclock report RESULTS [options]    write what a comparison found as one page (compare does so too)
+  noiseclock analyze RECIPE [options]    make the papers' measurements: gradient variance, interdependence, densities through training
 
-  noiseclock train-autoencoder DATA      a small autoencoder of your pictures
-  noiseclock encode DATA [options]       the latents of pictures, once and for all, to be trained on as latents:FOLDER
+  noiseclock train-autoencoder DATA      train a small autoencoder on your pictures
+  noiseclock encode DATA [options]       encode pictures into latents once, to train on with --data latents:FOLDER
 
-  noiseclock doctor                      what this machine has, what is missing and how to get it
+  noiseclock doctor                      show what this machine has, what is missing and how to get it
 
 Add --help to any of them for its options."""
 
@@ -53,7 +53,7 @@ console = Console(highlight=False, markup=False, soft_wrap=True)  # no markup: a
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 NEEDS_RECIPE = "`noiseclock recipes` lists the recipes; `noiseclock train digits --help` shows the options of one."
 Options = TypeVar("Options")
-Folder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER", help="of a training")]
+Folder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER", help="folder of a training")]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Export:
     """Write the averaged weights as a diffusers pipeline."""
 
     folder: Folder
-    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT", help="the folder to be written")]
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT", help="folder to write")]
     step: int | None = None
     """update of the checkpoint; the newest unless given"""
 
@@ -288,7 +288,7 @@ def sample(argv: list[str]) -> int:
     pictures.refuse_full(out)
     run = opened(options.folder, step=options.step, device=device, images=False)
     if options.encoder and not options.prompt:
-        raise Mistake('--encoder is for a prompt, and there is none; give one as --prompt "a red circle"')
+        raise Mistake('--encoder needs a prompt; give one as --prompt "a red circle"')
     asked = _asked(options, run.net, device)
     with _bar("sampling", options.count * (options.steps or run.recipe.solver_steps)) as progress:
         images = sampled(
@@ -307,17 +307,17 @@ def _asked(options: Sample, net: Any, device: str) -> Any:
     from noiseclock.lab.captions import prompted
 
     if options.prompt and options.label:
-        raise Mistake("a model is told classes or captions, not both; give --label or --prompt")
+        raise Mistake("a model takes classes or captions, not both; give --label or --prompt")
     if (asked := len(options.prompt or options.label)) > options.count:
-        raise Mistake(f"{asked} classes or captions do not fit into {options.count} pictures; raise --count")
+        raise Mistake(f"{asked} classes or captions need at least as many pictures, got {options.count}; raise --count")
     if options.prompt:
         return prompted(net, options.prompt, options.encoder, device=device)
     if not options.label:
         return None
     if not isinstance(net.null, int):
-        raise Mistake("this model was not trained on classes, so it knows no label; leave --label out")
+        raise Mistake("this model was not trained on classes, so it takes no label; leave --label out")
     if not all(0 <= label < net.null for label in options.label):
-        raise Mistake(f"this model knows the labels 0 to {net.null - 1}, got {' '.join(map(str, options.label))}")
+        raise Mistake(f"this model takes the labels 0 to {net.null - 1}, got {' '.join(map(str, options.label))}")
     return torch.tensor(options.label)
 
 
@@ -363,7 +363,7 @@ def export(argv: list[str]) -> int:
 
     run = opened(options.folder, step=options.step, images=False)
     if isinstance(run.data, Latents):
-        raise Mistake("diffusers has no pipeline for a model of latents that are scaled by channel; noiseclock sample gives its pictures")
+        raise Mistake("diffusers has no pipeline for a model of latents that are scaled by channel; use noiseclock sample for its pictures")
     write(run.net, run.clock.schedule, run.clock.objective, options.out, run.recipe.variance)
     console.print(f"{options.out}: a diffusers pipeline of {options.folder} at update {run.step:,}")
     return 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from noiseclock.lab.compare import Event, Plan
 
 METHODS = ("uniform", "min-snr", "p2", "logit-normal", "speed+change-aware", "adaptive", "lsm", "variance-optimal")
-RecipeName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="noiseclock recipes lists them")]
+RecipeName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="name of a recipe; noiseclock recipes lists them")]
 REPLACED = ("sampler", "weighting", "correct", "lr", "seed", "save_every", "validate_every", "sample_every", "track")
 
 
@@ -90,11 +90,13 @@ def compare(argv: list[str]) -> int:
     base = parsed(Recipe, rest, f"noiseclock compare {options.recipe}", default=recipe(options.recipe))
     for name in REPLACED:
         if getattr(base, name) != getattr(recipe(options.recipe), name):
-            raise Mistake(f"--{name.replace('_', '-')} is what a comparison sets for each training; see noiseclock compare --help")
+            raise Mistake(
+                f"--{name.replace('_', '-')} cannot be given, because a comparison sets it for each training; see noiseclock compare --help"
+            )
     folder = Path(options.out or f"results/{options.recipe}")
     plan, shard, device = _plan(options, base), _shard(options.shard), check_device(options.device)
     if options.merge:
-        console.print(f"{merge(plan, folder, options.merge, until=options.until)} trainings joined to {folder}")
+        console.print(f"{merge(plan, folder, options.merge, until=options.until)} trainings copied into {folder}")
     events = by_workers(plan, folder, options.jobs, shard=shard, device=device, until=options.until)
     useful = _followed(events, options.until or plan.base.updates, len(plan.cells()[shard[0] :: shard[1]]))
     _summary(folder, options.until)
@@ -117,7 +119,7 @@ def _plan(options: Compare, base: Any) -> Plan:
 def _shard(text: str) -> tuple[int, int]:
     number, slash, of = text.partition("/")
     if not (slash and number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
-        raise Mistake(f"--shard is i/n with 1 <= i <= n, got {text!r}")
+        raise Mistake(f"--shard must be i/n with 1 <= i <= n, got {text!r}")
     return int(number) - 1, int(of)
 
 

@@ -162,7 +162,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0] < 1 or any(a >= b for a, b in pairwise(self.stages)):
-            raise Mistake(f"stages are numbers of updates that rise, from 1 or more, got {self.stages}")
+            raise Mistake(f"stages must be increasing numbers of updates, from 1 on, got {self.stages}")
 
 
 def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:

@@ -125,7 +125,7 @@ def densities(densities: Sequence[Density]) -> Figure:
         place.set_xlabel(TIME)
     learning = [place for place, (_, rows) in zip(axes.flat, methods, strict=False) if len(rows) > 1]
     if learning:
-        _legend(figure, learning[0], "those that learn, after update")
+        _legend(figure, learning[0], "samplers that learn, after update")
     return figure
 
 

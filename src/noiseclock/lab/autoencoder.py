@@ -55,12 +55,12 @@ class Autoencoder:
     def latent_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """(c, h, w) of the latents of pictures (C, H, W); a Mistake if decoding does not restore the pictures' size."""
         if shape[0] != self.channels:
-            raise Mistake(f"the pictures have {shape[0]} channels and the {self.name} sees {self.channels}; train one for them")
+            raise Mistake(f"the pictures have {shape[0]} channels, but the {self.name} takes {self.channels}; train an autoencoder for them")
         mean, _ = self.encode(torch.zeros((1, *shape), dtype=torch.uint8))
         back = tuple(self.decode(mean).shape[1:])
         if back != shape:
             before, after = ("x".join(map(str, size)) for size in (shape, back))
-            raise Mistake(f"pictures of {before} come back from the {self.name} as {after}; give a size that it can halve often enough")
+            raise Mistake(f"the {self.name} returns pictures of {before} as {after}; give a size that it can halve often enough")
         _, c, h, w = mean.shape
         return c, h, w
 

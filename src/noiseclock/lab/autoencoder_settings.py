@@ -59,7 +59,9 @@ class Settings:
 
         halvings = self.factor.bit_length() - 1
         if shape[1] % self.factor or shape[2] % self.factor:
-            raise Mistake(f"pictures of {shape[1]}x{shape[2]} cannot be halved {halvings} times; give a smaller factor, or a multiple of it as size")
+            raise Mistake(
+                f"pictures of {shape[1]}x{shape[2]} cannot be halved {halvings} times; give a smaller factor, or a size that is a multiple of it"
+            )
         widths = tuple(self.channels * min(2**level, 4) for level in range(halvings + 1))
         return AutoencoderKL(
             in_channels=shape[0], out_channels=shape[0], latent_channels=self.latent_channels, block_out_channels=widths, layers_per_block=1,

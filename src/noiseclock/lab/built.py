@@ -35,7 +35,7 @@ def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
 def network(recipe: Recipe, data: Data, clock: Clock) -> Any:
     """The network of a recipe, with input shape and conditioning for its data."""
     if recipe.conditional and data.classes is None and data.texts is None:
-        raise Mistake(f"{data.name} has no classes, so a model of it cannot be conditional")
+        raise Mistake(f"{data.name} has no classes, so the model cannot be conditional; use --no-conditional")
     empty = data.texts.empty if recipe.conditional and data.texts is not None else None
     return build(
         recipe.model, data.shape, classes=data.classes if recipe.conditional else None, channels=recipe.channels, multipliers=recipe.multipliers,
@@ -48,7 +48,7 @@ def told_held_out(recipe: Recipe, held_out: Data, *, warn: bool = True) -> bool:
     """Does the model get the labels or captions of held-out images? If they have none, a conditional model gets the null class, with a warning."""
     if recipe.conditional and held_out.labels is None and warn:
         untrained = "" if recipe.drop_labels else ", which it was not trained with: drop_labels is 0"
-        warnings.warn(f"{held_out.name} has no labels, so the model is measured there with the null class{untrained}", stacklevel=2)
+        warnings.warn(f"{held_out.name} has no labels, so the model is evaluated there with the null class{untrained}", stacklevel=2)
     return recipe.conditional and held_out.labels is not None
 
 

@@ -51,7 +51,7 @@ def read_captions(file: Path) -> list[tuple[str, str]]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Mistake(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start:,}); save it as that") from error
+        raise Mistake(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start:,}); save it in UTF-8") from error
     found = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at characters that are legal within a JSON string
         if not line.strip():
@@ -124,7 +124,7 @@ def embed(
                 out.rmdir()
             unfinished.replace(out)
     except (OSError, SafetensorError) as error:
-        raise Failure(f"could not write {out} ({error}); run the same again to go on") from error
+        raise Failure(f"could not write {out} ({error}); run the same command again to go on") from error
     _say_what_was_cut(cut + encode.cut, encode.length, len(rows))
     return len(rows)
 
@@ -146,7 +146,7 @@ def _kept(unfinished: Path, made_of: Mapping[str, Any]) -> tuple[dict[str, str],
 
 def _say_what_was_cut(cut: int, length: int, of: int) -> None:
     if cut:
-        warnings.warn(f"{cut} of {of} captions are longer than {length} tokens; the rest of them was cut off", stacklevel=3)
+        warnings.warn(f"{cut} of {of} captions are longer than {length} tokens and were cut to that length", stacklevel=3)
 
 
 def _write(path: Path, embedded: Embedded) -> str:
@@ -174,7 +174,7 @@ class EmbeddedSet:
         except (ValueError, KeyError, TypeError) as error:
             raise Mistake(f"{file} is damaged; embed the captions anew") from error
         if not self.pictures.is_dir():
-            raise Mistake(f"{file} says that the pictures are in {self.pictures}, and there is no such folder; put them there, or embed anew")
+            raise Mistake(f"{file} says that the pictures are in {self.pictures}, but there is no such folder; put them there, or embed anew")
         self._open: dict[str, Embedded] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -293,13 +293,13 @@ class Captioned(Folder):
 def prompted(net: Any, prompts: Sequence[str], encoder: str, *, device: str | torch.device = "cpu") -> Tensor:
     """(n, L, D) float16: the prompts, embedded by the encoder that embedded the network's training captions."""
     if not isinstance(net.null, Tensor):
-        raise Mistake("this model was not trained on captions, so it understands no prompt; leave the prompt out")
+        raise Mistake("this model was not trained on captions, so it takes no prompt; leave the prompt out")
     if not encoder:
         raise Mistake("a prompt needs the text encoder that the captions were embedded with; give its folder as --encoder FOLDER")
     encode = Encoder(encoder, length=len(net.null), device=device)
     tokens = encode(["", *prompts]).seen()
     if not _alike(tokens[0], net.null):
-        raise Mistake(f"{encoder} is not the encoder that this model's captions were embedded with: its empty caption is another")
+        raise Mistake(f"{encoder} is not the encoder that embedded this model's captions: it embeds the empty caption differently")
     _say_what_was_cut(encode.cut, encode.length, len(prompts))
     return tokens[1:]
 
@@ -309,7 +309,7 @@ def refuse_other_encoder(net: Any, weights: Mapping[str, Tensor | Stored]) -> No
     known = weights.get("null")
     known = known.whole() if isinstance(known, Stored) else known
     if isinstance(net.null, Tensor) and known is not None and not _alike(known, net.null):
-        raise Mistake("the captions have been embedded anew since this training began, by another encoder or length; embed them as they were")
+        raise Mistake("the captions have been embedded anew since this training began, with another encoder or length; embed them as before")
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

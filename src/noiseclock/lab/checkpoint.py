@@ -194,7 +194,7 @@ def _first_whole(folder: str | os.PathLike[str], step: int | None, read: Callabl
         except (_Damaged, OSError, SafetensorError) as error:
             if step is not None:
                 raise Mistake(f"the checkpoint {found[candidate]} is damaged ({error}); load another step") from error
-            warnings.warn(f"the checkpoint {found[candidate]} is damaged ({error}) and is passed over", stacklevel=3)
+            warnings.warn(f"the checkpoint {found[candidate]} is damaged ({error}) and is skipped", stacklevel=3)
     raise Mistake(f"{folder} has no checkpoint that could be loaded; start again in another folder, or remove its checkpoints")
 
 

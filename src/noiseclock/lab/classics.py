@@ -60,7 +60,7 @@ def find_or_fetch(root: Path, name: str, url: str) -> Path:
         try:
             fetch(f"{url}/{packed.name}", packed, MNIST_MD5[name])
         except OSError as error:
-            raise Mistake(f"MNIST is not there and cannot be downloaded ({error}); put its file at {plain}, or gzipped at {packed}") from error
+            raise Mistake(f"MNIST is missing and cannot be downloaded ({error}); put its file at {plain}, or gzipped at {packed}") from error
     return packed
 
 
@@ -74,7 +74,7 @@ def cifar10(split: str, *, url: str = CIFAR10_URL, md5: str = CIFAR10_MD5) -> Pi
             fetch_members(url, folder, md5, names)
         except OSError as error:
             raise Mistake(
-                f"CIFAR-10 is not there and cannot be downloaded ({error}); unpack cifar-10-binary.tar.gz so that {folder / names[0]} and the other "
+                f"CIFAR-10 is missing and cannot be downloaded ({error}); unpack cifar-10-binary.tar.gz so that {folder / names[0]} and the other "
                 f"{len(names) - 1} files are in place"
             ) from error
         read = find_cifar10(root, split)

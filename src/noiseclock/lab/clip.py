@@ -106,5 +106,5 @@ def _scaling(file: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
         config = json.loads(file.read_text())
         mean, std = (tuple(float(x) for x in config[name]) for name in ("image_mean", "image_std"))
     except (ValueError, KeyError, TypeError) as error:
-        raise Mistake(f"{file} is damaged; put CLIP's own there, or remove it") from error
+        raise Mistake(f"{file} is damaged; replace it with the one of this CLIP model, or remove it") from error
     return mean, std

@@ -76,7 +76,7 @@ class Plan:
         for name in GROWS:
             values = getattr(self, name)
             if not values:
-                raise Mistake(f"a comparison needs at least one of its {name}")
+                raise Mistake(f"the {name} of a comparison must not be empty")
             if len(set(values)) < len(values):
                 raise Mistake(f"the {name} of a comparison must differ, got {', '.join(map(str, values))}")
         for name in ("samples", "vlb_images"):
@@ -85,7 +85,7 @@ class Plan:
         if 0 < self.samples < LEAST_SAMPLES:
             raise Mistake(f"samples must be 0, or at least {LEAST_SAMPLES} to say anything about them, got {self.samples}")
         if self.every < 1 or self.base.updates % self.every:
-            raise Mistake(f"evaluations every {self.every} updates do not end with the last of {self.base.updates}; choose a divisor of it")
+            raise Mistake(f"every must divide the {self.base.updates} updates, so that the last one is evaluated, got {self.every}")
         for cell in self.cells():
             cell.recipe(self)  # raises a Mistake if the recipe of a cell is invalid
         self.refuse_twins(self.methods)
@@ -164,7 +164,7 @@ def compare(
 def _until(plan: Plan, until: int | None) -> int:
     last = plan.base.updates if until is None else until
     if last < 1 or last > plan.base.updates or last % plan.every:
-        raise Mistake(f"trainings can stop where they are evaluated, every {plan.every:,} updates up to {plan.base.updates:,}, got until={last:,}")
+        raise Mistake(f"until must be an update that is evaluated, every {plan.every:,} updates up to {plan.base.updates:,}, got {last:,}")
     return last
 
 
@@ -335,7 +335,7 @@ def evaluate(plan: Plan, folder: Path, step: int, points: Log, device: torch.dev
     recipe, schedule = run.recipe, run.clock.schedule
     logged = _lines(folder / "log.jsonl", kind="validation").get(step)
     if logged is None:
-        raise Failure(f"{folder / 'log.jsonl'} has lost the validation of update {step}; remove {folder}, and it is trained again")
+        raise Failure(f"{folder / 'log.jsonl'} lacks the validation of update {step}; remove {folder} to train it again")
     point: dict[str, Any] = {"step": step, "images": step * recipe.batch, "seconds": logged["seconds"], "validation": logged["loss"]}
     if plan.vlb_images and isinstance(schedule, Discrete) and not isinstance(run.data, Latents):
         held_out = load_images(recipe.data, split="test", size=recipe.size)

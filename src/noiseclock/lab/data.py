@@ -105,7 +105,7 @@ class Files(Dataset[Tensor]):
                     found.append(candidate)
                     break
             else:
-                raise Failure(f"{IN_A_ROW} images in a row cannot be read, the last is {broken[candidate]}; is the disk still there?")
+                raise Failure(f"{IN_A_ROW} images in a row cannot be read, the last is {broken[candidate]}; check the disk")
         return Read(pixels, torch.tensor(found, dtype=torch.int64), broken)
 
     __getitems__ = read  # a DataLoader calls it with all indices of a batch
@@ -114,7 +114,9 @@ class Files(Dataset[Tensor]):
         """Return `read`, after adding its unreadable images to `skipped`; the first of them causes a warning."""
         if read.broken and not self._broken:
             reason = next(iter(read.broken.values()))
-            warnings.warn(f"{self.name}: cannot read {reason}; the next image takes its place, here and wherever it happens again", stacklevel=2)
+            warnings.warn(
+                f"{self.name}: cannot read {reason}; the next image takes its place, as for every other image that cannot be read", stacklevel=2
+            )
         self._broken.update(read.broken)
         return read
 
@@ -130,7 +132,7 @@ def load(name: str, *, split: str = "train", size: int | None = None) -> Data:
     if not place:
         raise Mistake(f"{name!r} lacks a path; say latents:PATH")
     if size is not None:
-        raise Mistake(f"latents have the size that they were encoded with, got size={size}; leave it out")
+        raise Mistake(f"latents have the size that they were encoded with, got size={size}; leave size out")
     return Latents(place, split)
 
 
@@ -157,7 +159,7 @@ def load_images(name: str, *, split: str = "train", size: int | None = None) -> 
     choose("data", name, [*CLASSICS, "folder:PATH", "hf:NAME_OR_PATH", "latents:PATH", "captions:PATH"])
     pixels, labels = CLASSICS[name](choose("split", split, SPLITS))
     if size not in (None, pixels.shape[-1]):
-        raise Mistake(f"{name} has images of size {pixels.shape[-1]}, got size={size}; leave it out")
+        raise Mistake(f"{name} has images of size {pixels.shape[-1]}, got size={size}; leave size out")
     return Images(f"{name} {split}", torch.from_numpy(np.require(pixels, requirements=["C", "W"])), torch.from_numpy(labels), classes=10)
 
 
@@ -184,7 +186,7 @@ def pictured(data: Data) -> Images | Files:
     try:
         found = load_images(name, split=data.split, size=size)
     except Mistake as error:
-        raise Mistake(f"samples are compared with the images that {data.folder} was made of, and they cannot be had: {error}") from error
+        raise Mistake(f"samples are compared with the images that {data.folder} was made of, but these cannot be loaded: {error}") from error
     if len(found) != len(data) or found.shape != data.picture_shape:
         then, now = (f"{count:,} of {'x'.join(map(str, shape))}" for count, shape in ((len(data), data.picture_shape), (len(found), found.shape)))
         raise Mistake(f"{found.name} has changed since {data.folder} was made of it, from {then} to {now}; encode it again")
@@ -194,7 +196,7 @@ def pictured(data: Data) -> Images | Files:
 def gather(name: str, source: Source, size: int | None) -> Images | Files:
     """All images of a source, decoded into memory if they take at most `IN_MEMORY` bytes."""
     if len(source) == 0:
-        raise Mistake(f"{name} has no images; give it some")
+        raise Mistake(f"{name} has no images; add some")
     # every split takes the shape of the training images, so that a model trained on them fits the other splits
     shape = first_shape(name, source.training()) if size is None else (3, size, size)
     if len(source) * shape[0] * shape[1] * shape[2] > IN_MEMORY:

@@ -117,7 +117,7 @@ def arithmetic() -> Finding:
     wrong = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float64) if not _multiplies(whole, dtype, device)]
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in wrong)
     if not wrong:
-        return Finding(True, f"float32, bfloat16 and float64 multiply rightly on {device.type}")
+        return Finding(True, f"float32, bfloat16 and float64 multiply correctly on {device.type}")
     if torch.float32 in wrong:
         return Finding(False, f"{names} products fail on {device.type}", "Install a build of torch made for this device, or hide it and use the CPU.")
     return Finding(

@@ -33,7 +33,7 @@ def fetch(url: str, path: Path, md5: str) -> None:
                         digest.update(chunk)
                         out.write(chunk)
         except http.client.HTTPException as error:
-            raise OSError(f"{url} broke off: {error!r}") from error
+            raise OSError(f"the download of {url} broke off: {error!r}") from error
         if digest.hexdigest() != md5:
             raise OSError(f"{url} has the md5 {digest.hexdigest()} and should have {md5}")
         os.replace(unfinished, path)

@@ -95,7 +95,7 @@ def _begin(out: Path, index: dict[str, Any], coding: Autoencoder) -> dict[str, d
             raise Mistake(f"{out} holds other latents; choose another folder, or make the settings alike:\n{changes}")
         kept = {shard["file"]: shard for shards in before["splits"].values() for shard in shards}
     elif strange := [path.name for path in out.iterdir() if path.name not in MINE and path.suffix not in (".safetensors", ".tmp", ".new")]:
-        raise Mistake(f"{out} holds other things, {strange[0]} among them; choose another folder")
+        raise Mistake(f"{out} holds other files, such as {strange[0]}; choose another folder")
     if not (out / "autoencoder" / "config.json").exists():
         pictures.whole(out / "autoencoder", lambda new: coding.net.save_pretrained(str(new)))
     return kept
@@ -168,7 +168,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         sync(path.parent)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)
-        raise Failure(f"could not write {path} ({error}); run the same again to go on") from error
+        raise Failure(f"could not write {path} ({error}); run the same command again to go on") from error
 
 
 # --- mean and std -------------------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Encoder:
         if length is None and own > 10_000:  # transformers writes "no limit" as a huge number
             raise Mistake(f"the encoder in {folder} does not say how long captions can be; give the length in tokens")
         if length is not None and not 2 <= length <= own:
-            raise Mistake(f"captions of {length} tokens do not suit the encoder in {folder}; take 2 to {own}")
+            raise Mistake(f"the encoder in {folder} takes captions of 2 to {own} tokens, got length {length}")
         self.length: int = length or own
         self.cut = 0
 
@@ -84,7 +84,7 @@ def kind_of(folder: Path, known: dict[str, str], what: str) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise Mistake(f"{config} does not name a model_type; give the folder of a {what}, saved by transformers' save_pretrained") from error
     if kind not in known:
-        raise Mistake(f"{config} is of a {kind!r}, which is no {what} known here; known: {', '.join(known)}")
+        raise Mistake(f"{config} names the model type {kind!r}, which is no known {what}; known: {', '.join(known)}")
     return str(kind)
 
 
@@ -111,7 +111,7 @@ def tokenizer_of(folder: Path) -> Any:
             reason = str(error).strip().partition("\n")[0]
             raise Mistake(f"cannot load a tokenizer from {folder} ({reason}); put its tokenizer.json and tokenizer_config.json there") from error
     if tokenizer.pad_token is None:
-        raise Mistake(f"the tokenizer in {folder} has no token to fill captions up with; set its pad_token and save it anew")
+        raise Mistake(f"the tokenizer in {folder} has no padding token; set its pad_token and save it anew")
     return tokenizer
 
 

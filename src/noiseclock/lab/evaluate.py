@@ -242,11 +242,9 @@ def compare_images(
     """
     if fake.dtype != torch.uint8 or tuple(fake.shape[1:]) != data.shape:
         wanted = "x".join(str(n) for n in data.shape)
-        raise Mistake(f"{data.name} has uint8 images of {wanted}, the pictures are {fake.dtype} of shape {tuple(fake.shape)}; make them alike")
+        raise Mistake(f"{data.name} has uint8 images of {wanted}, but the pictures are {fake.dtype} of shape {tuple(fake.shape)}; make them alike")
     if len(fake) <= NEAREST:
-        raise Mistake(
-            f"{len(fake)} pictures are too few to be compared; make {NEAREST + 1} at the very least, and thousands for a figure that means much"
-        )
+        raise Mistake(f"{len(fake)} pictures are too few to compare; make at least {NEAREST + 1}, and thousands for reliable numbers")
     network = network or network_for(data.name)
     known = reference(data, network, count=count, batch=batch, device=device, precision=precision)
     place = _with_float64(device)
@@ -317,11 +315,11 @@ def bits_per_dim(
     if not isinstance(schedule, Discrete):
         raise Mistake(f"the variational bound needs discrete steps, and {type(schedule).__name__} has none; use a schedule such as linear or cosine")
     if steps is not None and steps < 2:
-        raise Mistake(f"the bound takes at least 2 steps, the first and another, got steps={steps}")
+        raise Mistake(f"the bound needs at least 2 steps, the first and another, got steps={steps}")
     steps = schedule.steps if steps is None else min(steps, schedule.steps)
     x0, labels = head(data, n, device)
     if conditional and labels is None:
-        raise Mistake(f"{data.name} has no labels; evaluate without them, conditional=False")
+        raise Mistake(f"{data.name} has no labels; evaluate with conditional=False")
     generator = torch.Generator(x0.device).manual_seed(seed)
     found = []
     with undisturbed(modules_of(predict), x0.device):

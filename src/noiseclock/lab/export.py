@@ -24,7 +24,7 @@ def export(model: nn.Module, schedule: Schedule, objective: Objective, folder: s
     fixed-large, diffusers leaves noise in the final picture.)
     """
     if not isinstance(model, UNet):
-        raise Mistake(f"diffusers has no pipeline for a {type(model).__name__} without a VAE; only U-Nets are exported, it stays in its checkpoint")
+        raise Mistake(f"diffusers has no pipeline for a {type(model).__name__} without a VAE; only U-Nets can be exported, so use its checkpoint")
     if model.null is not None:
         raise Mistake("diffusers' pipelines for U-Nets take no labels; save the network alone with model.net.save_pretrained(folder)")
     if not isinstance(schedule, Discrete) or type(objective) not in PREDICTION:

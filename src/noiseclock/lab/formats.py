@@ -42,10 +42,12 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
     magic = bytes([0, 0, 8, dimensions])
     start = 4 + 4 * dimensions
     if content[:4] != magic or len(content) < start:
-        raise damaged(path, f"it begins with {content[:4].hex()}, an IDX file of {dimensions}-dimensional bytes with {magic.hex()}")
+        raise damaged(path, f"it begins with {content[:4].hex()}, but IDX files of {dimensions}-dimensional bytes begin with {magic.hex()}")
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], ">u4"))
     if len(content) - start != math.prod(shape):
-        raise damaged(path, f"its header promises {math.prod(shape)} bytes of data ({' x '.join(map(str, shape))}), it holds {len(content) - start}")
+        raise damaged(
+            path, f"its header promises {math.prod(shape)} bytes of data ({' x '.join(map(str, shape))}), but it holds {len(content) - start}"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -53,7 +55,7 @@ def read_mnist(images: Path, labels: Path) -> Pictures:
     """MNIST's two files of one split; pixels (N, 1, 28, 28)."""
     pixels, classes = read_idx(images, 3), read_idx(labels, 1)
     if pixels.shape[1:] != (28, 28):
-        raise damaged(images, f"its images are {pixels.shape[1]} x {pixels.shape[2]}, MNIST's 28 x 28")
+        raise damaged(images, f"its images are {pixels.shape[1]} x {pixels.shape[2]}, but MNIST's are 28 x 28")
     return checked(labels, pixels[:, None], classes)
 
 
@@ -90,7 +92,7 @@ def read_cifar10_binary(path: Path) -> Pictures:
     """The official binary layout: rows of one label and the planes of red, green and blue."""
     content, row = path.read_bytes(), 1 + math.prod(CIFAR10_SHAPE)
     if not content or len(content) % row:
-        raise damaged(path, f"{len(content)} bytes are no whole number of rows of {row}")
+        raise damaged(path, f"its {len(content)} bytes are not a whole number of rows of {row}")
     rows = np.frombuffer(content, np.uint8).reshape(-1, row)
     return checked(path, rows[:, 1:].reshape(-1, *CIFAR10_SHAPE), rows[:, 0])
 
@@ -142,12 +144,12 @@ def read_cifar10_parquet(path: Path) -> Pictures:
         raise damaged(path, str(error)) from error
     column = next((name for name in ("img", "image") if name in table.column_names), None)
     if column is None or "label" not in table.column_names:
-        raise damaged(path, f"no columns img (or image) and label among {', '.join(table.column_names)}")
+        raise damaged(path, f"it needs the columns img (or image) and label, and has {', '.join(table.column_names)}")
     try:
         images = [np.asarray(Image.open(io.BytesIO(row["bytes"])).convert("RGB")) for row in table[column].to_pylist()]
         pixels = np.stack(images).transpose(0, 3, 1, 2)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise damaged(path, f"an image in it cannot be read ({error})") from error
     if pixels.shape[1:] != CIFAR10_SHAPE:
-        raise damaged(path, f"its images are {pixels.shape[2]} x {pixels.shape[3]}, CIFAR-10's 32 x 32")
+        raise damaged(path, f"its images are {pixels.shape[2]} x {pixels.shape[3]}, but CIFAR-10's are 32 x 32")
     return checked(path, pixels, table["label"].to_pylist())

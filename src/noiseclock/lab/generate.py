@@ -75,7 +75,7 @@ def generate(
             if progress is not None:
                 progress(first * steps + len(members) * done)
         if not bool(x.isfinite().all()):
-            raise Failure("the model's predictions are not finite, so there is nothing to see; take an earlier checkpoint")
+            raise Failure("the model's predictions are not finite, so there are no pictures to show; take an earlier checkpoint")
         made = ((x + 1) * 127.5).round().clamp(0, 255).byte() if decode is None else decode(x)
         images = images if first else torch.empty((n, *made.shape[1:]), dtype=torch.uint8)
         images[first : members.stop] = made.cpu()
@@ -232,12 +232,12 @@ def _denoiser(
 
 def _check(schedule: Schedule, objective: Objective, n: int, batch: int, labels: Tensor | None, guidance: float, null: int | Tensor | None) -> None:
     if n < 1 or batch < 1:
-        raise Mistake(f"at least one picture must be asked for, in batches of at least one, got {n=} and {batch=}")
+        raise Mistake(f"the number of pictures and the batch must be at least 1, got {n=} and {batch=}")
     if labels is not None and (labels.ndim not in (1, 3) or len(labels) != n):
         raise Mistake(f"labels must be one for each of the {n} pictures, got shape {tuple(labels.shape)}")
     if not math.isfinite(guidance):
         raise Mistake(f"guidance must be finite, got {guidance}")
     if guidance != 1 and (labels is None or null is None):
-        raise Mistake(f"guidance={guidance:g} needs a model with classes or captions: labels for the pictures and the label that stands for none")
+        raise Mistake(f"guidance={guidance:g} needs a model with classes or captions, labels for the pictures, and a null label that stands for none")
     if isinstance(objective, Eps) and float(schedule(1.0)[0]) == 0:
-        raise Mistake("this schedule ends in pure noise, from which a prediction of the noise cannot lead back; train with objective v or x0")
+        raise Mistake("this schedule ends in pure noise, where predicting the noise says nothing about the picture; train with objective v or x0")

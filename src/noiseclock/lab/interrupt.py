@@ -14,7 +14,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ECHO = 3.0  # seconds
-LOSS = b"\nnoiseclock: it ends once what was trained is saved; ask again, and it ends at once and loses that\n"
+LOSS = b"\nnoiseclock: it stops once its progress is saved; ask again to stop at once and lose that progress\n"
 
 
 class Wish:
@@ -28,7 +28,7 @@ class Wish:
         self.patient = False
         self._before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
         outer = getattr(self._before[signal.SIGINT], "__self__", None)
-        self._outer = outer if isinstance(outer, Wish) else None  # it may have work left after this one, or a signal from before
+        self._outer = outer if isinstance(outer, Wish) else None  # the outer block may have work left after this one, or a signal already
         self.signal: int | None = self._outer.signal if self._outer else None
         self._at: float = self._outer._at if self._outer else 0.0
         self._told = False

@@ -58,7 +58,7 @@ class Latents:
         except (KeyError, TypeError, ValueError) as error:
             raise Mistake(f"{self.folder / 'index.json'} is damaged; {AGAIN}") from error
         if lost := [name for name, _, _ in self._files if not (self.folder / name).is_file()]:
-            raise Mistake(f"{self.folder / lost[0]} is not there any more; {AGAIN}")
+            raise Mistake(f"{self.folder / lost[0]} is missing; {AGAIN}")
 
     def _read_index(self, shards: Any, draws: bool) -> None:
         index, made_of = self.index, self.index["made of"]
@@ -95,7 +95,7 @@ class Latents:
             raise Mistake(f"{path} cannot be read ({error}); {AGAIN}") from error
         wanted = ["mean", *(["std"] if self.draws else []), *(["mirrored.mean"] if self.mirrored else [])]
         if any(key not in found or found[key].shape != (count, *self.shape) for key in wanted):
-            raise Mistake(f"{path} does not fit its index.json; {AGAIN} into another folder")
+            raise Mistake(f"{path} does not match its index.json; {AGAIN} into another folder")
         return found
 
     @cached_property
@@ -174,7 +174,7 @@ class Latents:
         if self._loaded is None:
             found = autoencoder.load(self.folder / "autoencoder")
             if found.digest != self.index["made of"]["autoencoder"]:
-                raise Mistake(f"{self.folder / 'autoencoder'} is not the one that its latents were made by; {AGAIN} into another folder")
+                raise Mistake(f"{self.folder / 'autoencoder'} is not the autoencoder that made its latents; {AGAIN} into another folder")
             self._loaded = found
         self._loaded.net.to(device)
         return self._loaded
@@ -198,5 +198,5 @@ def read_index(folder: Path, *, whole: bool = True) -> dict[str, Any]:
     if index.get("format") != FORMAT:
         raise Mistake(f"{path} has format {index.get('format')}, this version reads {FORMAT}; use the version of noiseclock that wrote it")
     if whole and "mean" not in index:
-        raise Mistake(f"{folder} is not whole, because encoding was stopped; {AGAIN} to go on")
+        raise Mistake(f"{folder} is incomplete, because encoding was stopped; {AGAIN} to go on")
     return index

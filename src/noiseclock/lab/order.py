@@ -27,7 +27,7 @@ def normals(seed: int, purpose: str, first: int, count: int, shape: tuple[int, .
 
 def normal(u: Tensor) -> Tensor:
     """Uniforms on [0, 1) as standard normals, float32."""
-    signed_unit = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)  # u = 0 would be -∞
+    signed_unit = (2 * u - 1).clamp(min=torch.finfo(u.dtype).eps - 1)  # u = 0 would give -∞
     return (math.sqrt(2) * torch.erfinv(signed_unit)).float()
 
 
@@ -38,7 +38,7 @@ def _uniforms(seed: int, purpose: str, first: int, count: int, device: torch.dev
 
 
 def flips(seed: int, first: int, count: int) -> Tensor:
-    """(count,) which of the places from `first` on show their image mirrored: each with even odds."""
+    """(count,) True where a place, from `first` on, shows its image mirrored, each with probability 1/2."""
     return uniforms(seed, "flips", first, count) < 0.5
 
 

@@ -60,14 +60,14 @@ def form_of(path: str | Path) -> str:
     if form in OTHERS:
         raise Mistake(f"pictures are written as .png, .npz or a folder of PNG files, not as {path.suffix}; give {path} another name")
     if form not in (".png", ".npz") and path.is_file():
-        raise Mistake(f"{path} is a file, and a name without .png or .npz is that of a folder; choose another name")
+        raise Mistake(f"{path} is a file, but a name without .png or .npz means a folder; choose another name")
     return form if form in (".png", ".npz") else ""
 
 
 def refuse_full(path: Path) -> None:
     """A Mistake if `path` is a folder that is not empty, which is never replaced."""
     if path.is_dir() and any(path.iterdir()):
-        raise Mistake(f"{path} is a folder with something in it; choose another name, or empty it first")
+        raise Mistake(f"{path} is a folder that is not empty; choose another name, or empty it first")
 
 
 def whole(path: Path, write: Callable[[Path], None]) -> None:

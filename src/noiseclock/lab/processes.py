@@ -22,7 +22,7 @@ def joined(folder: Path, device: str | None, track: tuple[str, ...]) -> Accelera
     place = ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
     accelerator = Accelerator(cpu=cpu, log_with=trackers(track) or None, project_config=place)
     if device not in (None, accelerator.device.type):
-        raise Mistake(f"this process trains on {accelerator.device}, not on {device}; CUDA_VISIBLE_DEVICES chooses among GPUs")
+        raise Mistake(f"this process trains on {accelerator.device}, not on {device}; choose a GPU with CUDA_VISIBLE_DEVICES")
     return accelerator
 
 

@@ -157,7 +157,9 @@ class Recipe:
         if self.solver_steps > (schedule.steps or self.solver_steps):
             raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
         if isinstance(clock.objective, Eps) and float(schedule(1.0)[0]) == 0:
-            raise Mistake("this schedule ends in pure noise, where a prediction of it says nothing of the picture; take the objective v, x0 or flow")
+            raise Mistake(
+                "this schedule ends in pure noise, where predicting the noise says nothing about the picture; take the objective v, x0 or flow"
+            )
 
     def clock(self, **place: Any) -> Clock:
         """The clock that this recipe trains with. place: rank and world_size, by default those of torch.distributed."""
@@ -228,7 +230,7 @@ RECIPES: dict[str, Entry] = {
             data="digits", sampler="variance-optimal", channels=32, multipliers=(1, 2), blocks=1, attention=(4,), batch=64, lr=1e-3, warmup=100,
             ema=0.995, updates=2000, save_every=500, validate_every=500, sample_every=500,
         ),
-        "8x8 digits, comes with scikit-learn", "nothing", "0.7 M parameters, minutes on 2 cores",
+        "8x8 digits, which come with scikit-learn", "nothing", "0.7 M parameters, minutes on 2 cores",
     ),
     "mnist": Entry(
         Recipe(
@@ -245,7 +247,7 @@ RECIPES: dict[str, Entry] = {
             data="cifar10", flip=True, sampler="variance-optimal", channels=64, dropout=0.1, warmup=500, updates=20_000, ema=0.999,
             precision="bf16", compile=True, log_every=100, save_every=2000, validate_every=2000, sample_every=4000,
         ),
-        "a CIFAR-10 model in minutes of one large GPU, for comparisons", "CIFAR-10, a GPU", "9.0 M parameters, 20k updates",
+        "a CIFAR-10 model in minutes on one large GPU, for comparisons", "CIFAR-10, a GPU", "9.0 M parameters, 20k updates",
     ),
     "cifar10-edm": Entry(
         replace(

@@ -197,7 +197,7 @@
       const names = { tickvals: rows.map(String), ticktext: rows.map((m) => name(m, phone.matches ? 18 : 40)) };
       draw(element, [bars], {
         height: 70 + 34 * rows.length, margin: { l: 8, r: 70, t: 4, b: 8 },
-        xaxis: axis("seconds an update, the baseline = 1", { rangemode: "tozero", nticks: 6 }),
+        xaxis: axis("seconds per update, the baseline = 1", { rangemode: "tozero", nticks: 6 }),
         yaxis: axis("", { type: "category", ...names, tickfont: { size: 13 }, showgrid: false }),
         shapes: [{ type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { color: colour("--soft"), width: 1.2, dash: "dot" } }],
       });

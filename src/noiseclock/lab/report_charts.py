@@ -154,7 +154,7 @@ def overhead(results: Results) -> list[dict[str, Any] | None]:
     found: list[dict[str, Any] | None] = []
     for row in rows:
         ratio, seconds = row.overhead.mean, _mean([seconds_per_update(cell) for cell in results.of(row.method, row.lr)])
-        said = f"{1000 * seconds:,.3g} ms an update" if seconds is not None else ""
+        said = f"{1000 * seconds:,.3g} ms per update" if seconds is not None else ""
         found.append({"ratio": ratio, "label": f"{ratio:.2f}×", "text": said} if ratio is not None else None)
     return found
 
@@ -184,7 +184,7 @@ def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
         numeric = len(known) == len(points)
         ordered: list[tuple[int, Any]] = sorted(zip((m for m, _ in points), known, strict=True), key=lambda p: p[1]) if numeric else [*points]
         log = numeric and min(known) > 0 and max(known) >= 8 * min(known)
-        label = "|S|, times that a probe looks at" if (name, option) == ("adaptive", "count") else f"{option} of {name}"
+        label = "|S|, times that a probe measures" if (name, option) == ("adaptive", "count") else f"{option} of {name}"
         found.append({"title": f"{before}…{after}", "option": option, "label": label, "points": ordered, "numeric": numeric, "log": log})
     return found
 

@@ -211,7 +211,7 @@ def _overhead(data: dict[str, Any]) -> Figure:
     axes.grid(axis="y", visible=False)
     axes.axvline(1, color="#8a8a8a", linewidth=0.8, linestyle=":")
     axes.margins(x=0.12)
-    axes.set_xlabel("seconds an update, the baseline = 1")
+    axes.set_xlabel("seconds per update, the baseline = 1")
     return figure
 
 

@@ -85,7 +85,7 @@ def facts(results: Results) -> list[str]:
         f"learning rate {results.lr:g}" if results.lr is not None else "",
         f"evaluated every {config['every']:,} updates" if "every" in config else "",
         f"{point['samples']:,} samples{solver}" if "samples" in point else "",
-        "times of an update of each method by itself" if "timed" in config else "",
+        "time per update measured for each method alone" if "timed" in config else "",
         *sorted({str(cell.made_with["machine"]) for cell in results.cells if "machine" in cell.made_with}),
     ]
     return [fact for fact in known if fact]

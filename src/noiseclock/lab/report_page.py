@@ -68,7 +68,7 @@ def _warning(problems: Sequence[str]) -> str:
     if not problems:
         return ""
     said = f"{many(len(problems), 'thing')} {'is' if len(problems) == 1 else 'are'} missing or damaged"
-    return f'<p class="warning">Not all is there: <a href="#problems">{said}</a>. The rest is shown.</p>'
+    return f'<p class="warning">The results are incomplete: <a href="#problems">{said}</a>. The rest is shown.</p>'
 
 
 def _controls(data: dict[str, Any]) -> str:
@@ -177,7 +177,9 @@ def _sweeps(data: dict[str, Any]) -> str:
         chart = f'data-chart="quality" data-by="seconds" data-only="{only}"'
         pair += _chart(f"{_titles(data)} against training time", "these methods only", chart, f"Line chart of quality against time for {title}")
         content += f'<div class="pair">{pair}</div>'
-    return _section("sweeps", "What an option changes", "Methods that differ in one option alone, in the end and on the way.", content)
+    return _section(
+        "sweeps", "What an option changes", "Methods that differ in one option only: their final quality, and quality through training.", content
+    )
 
 
 def _losses(data: dict[str, Any]) -> str:
@@ -199,7 +201,7 @@ def _utilities(data: dict[str, Any]) -> str:
     about = (
         f"By how much an update with samples of one noise level alone would lower the plain loss of all levels, to first order, after "
         f"{data['utility']['step']:,} updates; in the optimiser's own metric, on samples that had no part in the gradient of the loss. "
-        "Read sign and order: a straight line overstates what so long a step would really bring."
+        "Trust only sign and order: a first-order estimate overstates the effect of so long a step."
     )
     return _section("utility", "Which noise levels help", about, chart)
 
@@ -219,8 +221,8 @@ def _densities(data: dict[str, Any]) -> str:
 def _overheads(data: dict[str, Any]) -> str:
     if not any(data["overhead"]):
         return ""
-    chart = _chart("Time per update", "", 'data-chart="overhead"', "Bar chart of seconds an update, relative to the baseline", kind="bars")
-    return _section("overhead", "What it costs", "Seconds an update with everything that the sampler does, evaluations left out.", chart)
+    chart = _chart("Time per update", "", 'data-chart="overhead"', "Bar chart of seconds per update, relative to the baseline", kind="bars")
+    return _section("overhead", "What it costs", "Seconds per update, with everything that the sampler does and without evaluations.", chart)
 
 
 class Grids(NamedTuple):
@@ -265,7 +267,7 @@ def _samples(grids: Grids, data: dict[str, Any]) -> str:
     slider = f'<input type="range" id="step" min="0" max="{most}" value="{most}" aria-valuetext="update {last:,}">'
     output = f'<output for="step" id="step-shown">update {last:,}</output>'
     choice = f'<div class="slider"><label for="step">Through training</label>{slider}{output}</div>'
-    about = f"From the same noise for every method, by averaged weights, seed {grids.seed}{'' if most else f', after {last:,} updates'}."
+    about = f"From the same noise for every method, with averaged weights, seed {grids.seed}{'' if most else f', after {last:,} updates'}."
     return _section("samples", "Samples", about, f'{choice if most else ""}<div class="many">{figures}</div>')
 
 

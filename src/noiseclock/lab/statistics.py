@@ -311,7 +311,7 @@ class _Comparison:
         if not self.alike:
             reasons = ["samples of different number or kind"]
         elif self.own_lr and self._rates(method) != self._rates(self.results.baseline):
-            reasons = ["not the same learning rates were tried"]
+            reasons = ["different learning rates were tried"]
         elif difference is None and not reasons:
             reasons = ["not measured" if set(cells) & set(self.baseline) else f"no seed in common with {self.results.baseline}"]
         if reasons or difference is None:
@@ -343,7 +343,7 @@ class _Comparison:
         if self.own_lr:
             notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
         if len(machines) > 1 and "timed" not in self.results.config:
-            notes.append(f"There were {len(machines)} machines; times are compared within one only.")
+            notes.append(f"Trainings ran on {len(machines)} machines; times are compared only within the same machine.")
         return notes
 
 

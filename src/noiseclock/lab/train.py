@@ -142,13 +142,13 @@ class Run:
 
     def _start_from(self, other: Path) -> None:
         if not checkpoint.steps(other):
-            raise Mistake(f"cannot start from {other}: it holds no checkpoint; give the folder of a training that has made one")
+            raise Mistake(f"cannot start from {other}: it holds no checkpoint; give the folder of a training that has saved one")
         _, state = checkpoint.load(other)
         refuse_other_encoder(self.net, state["model"])
         try:
             self.net.load_state_dict({**state["model"], **state["ema"]})
         except RuntimeError as error:  # its message lists every parameter that differs
-            raise Mistake(f"cannot start from {other}: its network is another; make model, channels, blocks and the like alike") from error
+            raise Mistake(f"cannot start from {other}: its network differs; use the same model, channels, blocks and so on") from error
 
     def _capturing(self) -> CapturedUpdate:
         self._seen_by_probes = CapturedForward(self.predict, exact=self.net)
@@ -162,7 +162,7 @@ class Run:
         predict: nn.Module = self.net if self._half is None else self._half.net
         if shard:
             if not dist.is_initialized():
-                raise Mistake("shard spreads a model over processes, and there is one; start it with torchrun or accelerate launch")
+                raise Mistake("shard spreads a model over processes, but there is only one; start it with torchrun or accelerate launch")
             for block in blocks(self.net):
                 fully_shard(block)
             fully_shard(self.net)
@@ -186,7 +186,7 @@ class Run:
             try:
                 self._refuse_other(json.loads(config.read_text())["settings"])
             except (KeyError, TypeError, OSError, ValueError) as error:
-                raise Mistake(f"{config} is damaged or not of a training; choose another folder, or remove it") from error
+                raise Mistake(f"{config} is damaged or is not that of a training; choose another folder, or remove it") from error
         if checkpoint.steps(self.folder):
             with checkpoint.reading(self.folder, lazy=("model", "ema", "optimizer")) as (self.step, state):
                 self._refuse_other(state["settings"])
@@ -195,7 +195,7 @@ class Run:
         if self.world > 1:
             dist.all_gather_object(steps, self.step)
         if len(set(steps)) > 1:
-            raise Mistake(f"the processes see checkpoints of different steps, {steps}; let {self.folder} be on a disk that all machines share")
+            raise Mistake(f"the processes see checkpoints of different steps, {steps}; put {self.folder} on a disk that all machines share")
 
     def _refuse_other(self, theirs: dict[str, Any]) -> None:
         both = (self.recipe.settings(), completed(theirs))
@@ -297,7 +297,7 @@ class Run:
         """Write config.json, open the log and start the trackers, before the first update."""
         settings = self.recipe.settings()
         if isinstance(self.data, Latents) and self.recipe.objective == "edm":
-            warnings.warn("latents are scaled to a standard deviation of 1, and edm is made for data of 0.5; say edm:sigma_data=1", stacklevel=2)
+            warnings.warn("latents are scaled to a standard deviation of 1, but edm expects 0.5; use edm:sigma_data=1", stacklevel=2)
         if self.recipe.validate_every:
             told_held_out(self.recipe, self.held_out)
         write_json(self.folder / "config.json", {"settings": settings, "made with": surroundings(self.device, self.world)})

@@ -50,7 +50,7 @@ def opened(folder: str | Path, *, step: int | None = None, device: str | torch.d
     """The training in `folder` at its newest checkpoint, or at that of `step`. images: False does not load the training images, if the checkpoint
     has all that sampling needs."""
     if not checkpoint.steps(folder):
-        raise Mistake(f"{folder} holds no checkpoint; give the folder of a training that has made one")
+        raise Mistake(f"{folder} holds no checkpoint; give the folder of a training that has saved one")
     step, state = checkpoint.load(folder, step)
     recipe = recipe_of(state["settings"])
     outline = state.get("data")  # None in checkpoints of earlier versions
@@ -147,7 +147,7 @@ def evaluated(
     if min(samples, vlb_images) < 0:
         raise Mistake(f"samples and vlb_images must not be negative, got {samples} and {vlb_images}; 0 leaves them out")
     if batch < 1 or (vlb_images and vlb_steps is not None and vlb_steps < 2):
-        raise Mistake(f"batches have at least one picture and the bound at least 2 steps, got batch={batch} and vlb_steps={vlb_steps}")
+        raise Mistake(f"batch must be at least 1 and vlb_steps at least 2, got {batch} and {vlb_steps}")
     choose("resize", resize, RESIZES)
     recipe = run.recipe
     held_out = load(recipe.data, split="test", size=recipe.size)
@@ -184,7 +184,7 @@ def evaluated(
 
 def _judge(run: Trained, folder: str, samples: int, device: str | torch.device) -> CLIP:
     if not run.recipe.conditional or run.data.texts is None:
-        raise Mistake("a CLIP score compares pictures with their captions, and this model was trained without; leave --clip out")
+        raise Mistake("a CLIP score compares pictures with their captions, but this model was trained without captions; leave --clip out")
     if samples < 1:
         raise Mistake(f"a CLIP score needs at least one picture, got clip_samples={samples}")
     return CLIP(folder, device=device)

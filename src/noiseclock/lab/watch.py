@@ -71,7 +71,7 @@ def serve(folder: str | Path, *, port: int = PORT, open_browser: bool = False) -
     if (folder / "compare.json").is_file():
         raise Mistake(f"{folder} holds a comparison; give the folder of one of its trainings, in {folder / 'cells'}")
     if not 0 <= port <= 65535:
-        raise Mistake(f"a port lies in 0..65535, got {port}")
+        raise Mistake(f"port must lie in 0..65535, got {port}")
     try:
         server = Server(folder, port)
     except OSError as error:

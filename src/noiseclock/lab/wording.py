@@ -120,7 +120,7 @@ def split(text: str) -> tuple[str, dict[str, Any]]:
         if not (key and equals and value):
             raise Mistake(f"{text!r}: {part!r} is not option=value")
         if key in options:
-            raise Mistake(f"{text!r}: {key} is there twice")
+            raise Mistake(f"{text!r}: {key} is given twice")
         options[key] = _value(value)
     return name, options
 
