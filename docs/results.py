@@ -19,6 +19,7 @@ from noiseclock.lab.statistics import Row, Summary, summary, table
 PAGE = Path(__file__).with_name("results.md")
 RAW = PAGE.parent.parent / "benchmarks" / "results"
 STEPS = (5_000, 10_000, 20_000)
+EVALUATED = (5_000, 10_000, 15_000, 20_000)
 
 
 def ruler() -> list[str]:
@@ -56,6 +57,34 @@ def stopped(folder: str) -> list[str]:
     return lines(["", "FID, 5k", "against uniform", "bits/dim", "held-out loss", "KID"], rows)
 
 
+def solvers(folder: str) -> list[str]:
+    """FID of the trained models by each solver; the number of samples is given where it is not 10,000."""
+    names = {"ddim": "DDIM", "dpm++": "DPM++", "ddpm": "DDPM"}
+    results, found = read(RAW / folder), {}
+    for method in results.methods:
+        for path in (cell.folder / "solvers.jsonl" for cell in results.of(method)):
+            measured = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+            found[method] = {(row["solver"], row["steps"], row["samples"]): row["frechet"] for row in measured}
+    columns = list(dict.fromkeys(column for row in found.values() for column in row))
+    headings = [f"{names[solver]} {steps}" + ("" if n == 10_000 else f" ({n:,})") for solver, steps, n in columns]
+    return lines(["", *headings], ([f"`{method}`", *(f"{row[c]:.1f}" if c in row else "" for c in columns)] for method, row in found.items()))
+
+
+def followed(folder: str) -> list[str]:
+    """Rank correlation over all trainings, at each evaluation, of FID with the held-out loss at three noise levels and with bits per dimension."""
+    times, rows = (0.11, 0.51, 0.99), []
+    for step in EVALUATED:
+        found = []
+        for cell in read(RAW / folder).cells:
+            points, curves = ({point["step"]: point for point in among} for among in (cell.points, cell.validations))
+            if "frechet" in points.get(step, {}):
+                by_time = dict(zip(np.round(curves[step]["time"], 2), curves[step]["loss_by_time"], strict=True))
+                found.append([points[step]["frechet"], *(by_time[time] for time in times), points[step]["bits"]])
+        ranks = np.argsort(np.argsort(np.array(found), 0), 0)
+        rows.append([f"{step:,}", str(len(found)), *(f"{r:+.2f}" for r in np.corrcoef(ranks.T)[0, 1:])])
+    return lines(["updates", "trainings", *(f"loss at time {time}" for time in times), "bits/dim"], rows)
+
+
 def in_time(results: Results, row: Row) -> Summary:
     """The FID of a method when the baseline is done, on straight lines between evaluations, of the trainings that were."""
     done = [curve(cell, "frechet") for cell in results.of(results.baseline, row.lr) if cell.finished]
@@ -73,6 +102,9 @@ TABLES = {
     "headline": partial(sprint, "cifar10-headline"),
     "linear": partial(sprint, "cifar10-sprint-20k"),
     "linear, stopped": partial(stopped, "cifar10-sprint-20k"),
+    "cosine": partial(sprint, "cifar10-sprint-cosine"),
+    "solvers": partial(solvers, "cifar10-sprint-cosine"),
+    "what FID follows": partial(followed, "cifar10-sprint-20k"),
 }
 
 
