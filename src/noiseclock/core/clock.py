@@ -25,6 +25,7 @@ from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, 
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import brief, choose, take_whole, told_apart
 from noiseclock.core.directions import unwrapped
+from noiseclock.core.eager import eager
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
@@ -134,6 +135,7 @@ class Clock:
 
     # --- the step -----------------------------------------------------------------------------------------------------------------------
 
+    @eager  # counting, drawing and probing is Python; a compiled step is cut there, and its model stays compiled
     def draw(
         self,
         x0: Tensor,
@@ -192,6 +194,7 @@ class Clock:
             weight = weight / self._mean_weight.on(time.device)
         return Batch(x0, x_t, self.schedule.condition(time), target, noise, time, weight, correction, cond, draw)
 
+    @eager
     def loss(self, batch: Batch, prediction: Tensor) -> Tensor:
         """(B,) the weighted losses; average them yourself. The sampler learns from the unweighted losses, and the record stores them.
 
@@ -284,6 +287,7 @@ class Clock:
             raise ValueError("a hook already counts the attached optimiser's updates, and clock.updated() would count them twice; remove the call")
         self._updated(skipped)
 
+    @eager
     def _updated(self, skipped: bool | Tensor) -> None:
         if isinstance(skipped, Tensor):
             if (self._probe is not None and self.sampler.must_know) or self.sampler.counts_updates or self.base.counts_updates:
@@ -327,6 +331,7 @@ class Clock:
             self._updates, self._skips = self.updates, 0
         return self._updates >= self._next_probe
 
+    @eager
     def probe(self, x0: Tensor, predict: Predict, cond: Any = None) -> None:
         """Let the sampler measure the model on x0 (B, ...) before the coming update; `updated` lets it measure again.
 
@@ -378,7 +383,7 @@ class Clock:
             warnings.warn(
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
                 "call clock.attach(optimizer), or clock.updated() after each update",
-                stacklevel=3,
+                stacklevel=4,
             )
         if self._paired and self._without_gradients():
             self._probe, self._paired = None, False
