@@ -1,5 +1,7 @@
 import copy
 import math
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -305,6 +307,22 @@ def test_a_sampler_that_waits_for_updates_says_so_once():
     fixed = nc.Clock("linear", "uniform")
     for _ in range(1100):
         fixed.draw(torch.zeros(1, 1))  # needs no update, so no warning
+
+
+def test_a_warning_names_the_line_of_the_users_code():
+    """Not one of ours, nor one of torch's that runs a hook after the optimiser's step."""
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=1, stride=100, lr=1.0)).attach(optimizer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            b = clock.draw(data(), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+    assert any("lower `lr`, now 1" in str(w.message) for w in told)
+    lines = Path(__file__).read_text().splitlines()
+    assert {(w.filename, lines[w.lineno - 1].strip()) for w in told} == {(__file__, "optimizer.step()")}
 
 
 # --- validation --------------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ Between `draw` and `loss` nothing is read back from the device and no random num
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from noiseclock.core.chance import Chance
 from noiseclock.core.checks import brief, choose, take_whole, told_apart
 from noiseclock.core.directions import unwrapped
 from noiseclock.core.eager import eager
+from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
@@ -380,10 +380,9 @@ class Clock:
     def _before_update(self, x0: Tensor, predict: Predict | None, cond: Any) -> None:
         self._waiting += 1
         if self._waiting == PATIENCE and self.sampler.needs_updates:
-            warnings.warn(
+            warn(
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
-                "call clock.attach(optimizer), or clock.updated() after each update",
-                stacklevel=4,
+                "call clock.attach(optimizer), or clock.updated() after each update"
             )
         if self._paired and self._without_gradients():
             self._probe, self._paired = None, False

@@ -29,6 +29,7 @@ from noiseclock.core.checks import brief, choose
 from noiseclock.core.clock import Clock
 from noiseclock.core.directions import metric, trained, unwrapped
 from noiseclock.core.gradient_variance import gradient_moments, split
+from noiseclock.core.health import warn
 from noiseclock.core.lookahead import TARGETS, utility
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows
 from noiseclock.core.schedules import Array, as_time
@@ -221,7 +222,7 @@ def utility_over_time(
     modules, optimizer = _modules(predict, model), unwrapped(optimizer)
     power, unknown = metric(optimizer, trained(modules, optimizer))
     if unknown:
-        warnings.warn(f"{unknown}, so gradients are measured without preconditioning", stacklevel=2)
+        warn(f"{unknown}, so gradients are measured without preconditioning")
     wanted = TARGETS[choose("target", target, TARGETS)]() if isinstance(target, str) else target
     generator = _generator(x0.device, seed, "noise")
     found = np.full((probes, bins), np.nan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from noiseclock.core.batch import Predict, call, noised
+from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.table import lasting
@@ -166,10 +166,9 @@ class Probe:
         self.lost: Tensor | None = None
         self._exact = False
         if held := rows_held(predict, len(x0)):
-            warnings.warn(
+            warn(
                 f"predict holds {', '.join(held)}, with a row for each sample of the batch, but probes call it with other samples and batch sizes; "
-                "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them",
-                stacklevel=3,
+                "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them"
             )
 
     def first(self, samples: int) -> Probe:
@@ -202,7 +201,7 @@ class Probe:
                 if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):
                     raise
             self.rows = -(-self.rows // 2)
-            warnings.warn(f"a probe of the model ran out of memory; it continues with {self.rows} samples at a time", stacklevel=2)
+            warn(f"a probe of the model ran out of memory; it continues with {self.rows} samples at a time")
 
     def _losses(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
         found = []
