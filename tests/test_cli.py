@@ -322,7 +322,7 @@ def test_figures_carry_what_they_were_measured_on(capsys, dit, features, monkeyp
     assert re.fullmatch(rf"VLB {number} ± {number} bits/dim \(6 images of digits test, 4 of 20 steps, at random for each, .+\)", shown[4])
     assert shown[5].startswith("loss by noise level (300 held-out images, fixed noise")
     assert len(shown) == 17
-    file = dit / "evaluations" / "step-00000004-ddim-2-70-digits-train.json"
+    file = dit / "evaluations" / "step-00000004-ddim-2-70-digits-train-vlb-6-4.json"
     assert shown[16] == f"written to {file}"
     written = json.loads(file.read_text())
     assert (written["scores"]["count"], written["scores"]["solver"], written["scores"]["steps"]) == (70, "ddim", 2)
@@ -331,8 +331,10 @@ def test_figures_carry_what_they_were_measured_on(capsys, dit, features, monkeyp
     # the same again gives the same; what cannot be compared is kept apart
     assert said(capsys, "evaluate", str(dit), *options).splitlines() == shown
     said(capsys, "evaluate", str(dit), *options, "--seed", "3", "--reference", "test", "--solver", "heun", "--steps", "3", "--vlb-images", "0")
+    said(capsys, "evaluate", str(dit), *options[:2], "--vlb-images", "6", "--vlb-steps", "5")
     assert sorted(path.name for path in (dit / "evaluations").iterdir()) == [
-        "step-00000004-ddim-2-70-digits-train.json",
+        "step-00000004-ddim-2-70-digits-train-vlb-6-4.json",
+        "step-00000004-ddim-2-70-digits-train-vlb-6-5.json",
         "step-00000004-heun-3-70-digits-test-seed-3.json",
     ]
     assert "must not be negative" in said(capsys, "evaluate", str(dit), "--vlb-images", "-1", status=2)

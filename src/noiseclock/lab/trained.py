@@ -110,6 +110,8 @@ class Evaluation:
         if self.scores is not None or self.clip is not None:
             parts += [f"guidance-{self.guidance:g}"] if self.guidance != 1 else []
             parts += [f"seed-{self.seed}"] if self.seed else []
+        if self.bits is not None:
+            parts.append(f"vlb-{self.bits.count}-{self.bits.steps}")
         target = folder / "evaluations" / ("-".join(parts) + ".json")
         try:
             target.parent.mkdir(exist_ok=True)
