@@ -55,5 +55,5 @@ for seed in range(args.seeds):
         train(net, sampler, images[~old & ~held_out], args.updates, 1e-3, seed + 100)
         found[name].append(losses(net))
 for name, each in found.items():
-    (new, known), spread = torch.stack(each).mean(0), torch.stack(each).std(0)
+    (new, known), spread = torch.stack(each).mean(0), torch.stack(each).std(0, correction=min(args.seeds - 1, 1))
     print(f"{name:<20} new {new:.4f} ± {spread[0]:.4f}   old {known:.4f} ± {spread[1]:.4f}")
