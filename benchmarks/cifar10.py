@@ -73,6 +73,9 @@ QUEUE = [  # in the order of what they decide
     Part(COSINE, OURS[:2] + PAPERS[2:], changes={"schedule": "cosine"}, solved=True),
     Part(COSINE, OURS[2:] + PAPERS[:2], changes={"schedule": "cosine"}),
     Part(LINEAR, PAPERS),
+    # uniform as the papers draw it: what do evenly spread times gain?
+    Part(LINEAR, ("independent",)),
+    Part(COSINE, ("independent",), changes={"schedule": "cosine"}),
     Part(QUADRATIC, OURS + PAPERS, changes={"schedule": "quadratic"}),
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),

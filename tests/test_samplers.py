@@ -47,6 +47,8 @@ CONTRACT = [
     nc.Truncated(nc.SpeeD(schedule=LINEAR), 0.5, 1.0),
     nc.Truncated(nc.SpeeD(variant="released", schedule=LINEAR), 0.3, 0.8),
     nc.Shifted(nc.Truncated(nc.Uniform(), 0.25, 1.0), k=2.0),
+    nc.Independent(),
+    nc.Independent(nc.SpeeD(schedule=LINEAR)),
     nc.Mixture(nc.LogitNormal(mean=2.0, std=0.2)),
     nc.Mixture(nc.Truncated(nc.Uniform(), 0.2, 0.4), nc.LogitNormal(), floor=0.5),
     nc.Annealed(nc.LogitNormal(), nc.Beta(), start=0, stop=10),
@@ -335,6 +337,18 @@ def test_cells_draw_what_they_hold(weights):
     assert cells.mass(ends[:1], ends[1:]).item() == pytest.approx(1, abs=1e-12)
 
 
+def test_independent_draws_leave_gaps_where_the_others_have_none():
+    """Of n cells of equal probability, n independent draws leave (1-1/n)^n empty, nearly 1/e; stratified draws leave none."""
+    for sampler in (nc.Uniform(), nc.LogitNormal(), nc.SpeeD()):
+        for wrapped in (sampler, nc.Independent(sampler)):
+            clock = nc.Clock("linear", wrapped)
+            time = torch.stack([clock.draw(torch.zeros(1000, 1)).time for _ in range(20)])
+            cells = (clock.sampler.cdf(time) * 1000 + 1e-6).long().clamp(max=999)
+            empty = 1 - sum(len(row.unique()) for row in cells) / cells.numel()
+            # 20,000 cells: the standard error of their share is under 0.0034
+            assert empty == (pytest.approx(math.exp(-1), abs=0.014) if wrapped is not sampler else pytest.approx(0, abs=0.004))
+
+
 def test_annealed_goes_from_one_to_the_other():
     sampler = nc.Annealed(nc.Truncated(nc.Uniform(), 0.0, 0.5), start=10, stop=20)
     late = torch.tensor([0.9], dtype=torch.float64)
@@ -381,6 +395,7 @@ class NotADensity:
         (lambda: nc.LogNormal(mean=200.0, std=0.1, schedule=LINEAR).sample(3), ValueError, "has no probability on the schedule"),
         (lambda: nc.Mixture(nc.Uniform(), floor=0.0), ValueError, "floor must lie between 0 and 1"),
         (lambda: nc.Mixture("speed"), TypeError, r"Mixture blends samplers, got 'speed'; make one by its name with nc.sampler\(name\)"),
+        (lambda: nc.Independent(nc.LossSecondMoment()), TypeError, "Independent needs a fixed density with an inverse CDF, got LossSecondMoment"),
         (lambda: nc.Annealed(nc.Uniform(), "speed"), TypeError, "Annealed blends samplers, got 'speed'"),
         (lambda: nc.Mixture(nc.Adaptive(), nc.GradientVariance()), ValueError, "every 40 updates, the other every 1000; give both the same `every`"),
         (lambda: nc.Annealed(nc.Uniform(), start=5, stop=5), ValueError, "start = 5, stop = 5"),

@@ -38,7 +38,7 @@ from noiseclock.core.weightings import (
     Weighting,
     weighting,
 )
-from noiseclock.core.wrappers import Annealed, Mixture, Shifted, Truncated
+from noiseclock.core.wrappers import Annealed, Independent, Mixture, Shifted, Truncated
 
 __version__ = "0.1.0"
 
@@ -59,6 +59,7 @@ __all__ = [
     "Draw",
     "EDMWeight",
     "GradientVariance",
+    "Independent",
     "LearnedDensity",
     "LogNormal",
     "LogSNRNormal",

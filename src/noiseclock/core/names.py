@@ -18,7 +18,7 @@ from noiseclock.core.samplers import Beta, CosMap, LogitNormal, Mode, Sampler, U
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
 from noiseclock.core.schedules import EDM, Betas, Cosine, Flow, Linear, Quadratic, ScaledLinear, Schedule
 from noiseclock.core.variance_optimal import VarianceOptimal
-from noiseclock.core.wrappers import Annealed, Mixture, Shifted, Truncated
+from noiseclock.core.wrappers import Annealed, Independent, Mixture, Shifted, Truncated
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "linear": Linear,
@@ -49,6 +49,7 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "speed": SpeeD,
     "shifted": Shifted,
     "truncated": Truncated,
+    "independent": Independent,
     "mixture": Mixture,
     "annealed": Annealed,
 }
