@@ -62,9 +62,10 @@ def solvers(folder: str) -> list[str]:
     names = {"ddim": "DDIM", "dpm++": "DPM++", "ddpm": "DDPM"}
     results, found = read(RAW / folder), {}
     for method in results.methods:
-        for path in (cell.folder / "solvers.jsonl" for cell in results.of(method)):
-            measured = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-            found[method] = {(row["solver"], row["steps"], row["samples"]): row["frechet"] for row in measured}
+        paths = [path for cell in results.of(method) if (path := cell.folder / "solvers.jsonl").exists()]
+        if paths:  # the first seed's
+            rows = map(json.loads, paths[0].read_text().splitlines())
+            found[method] = {(row["solver"], row["steps"], row["samples"]): row["frechet"] for row in rows}
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
     headings = [f"{names[solver]} {steps}" + ("" if n == 10_000 else f" ({n:,})") for solver, steps, n in columns]
     return lines(["", *headings], ([f"`{method}`", *(f"{row[c]:.1f}" if c in row else "" for c in columns)] for method, row in found.items()))

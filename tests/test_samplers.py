@@ -349,6 +349,12 @@ def test_independent_draws_leave_gaps_where_the_others_have_none():
             assert empty == (pytest.approx(math.exp(-1), abs=0.014) if wrapped is not sampler else pytest.approx(0, abs=0.004))
 
 
+@pytest.mark.parametrize("wrap", [lambda s: nc.Shifted(s), lambda s: nc.Truncated(s, 0.2, 0.9), nc.Mixture, nc.Annealed])
+def test_draws_stay_independent_inside_other_wrappers(wrap):
+    assert wrap(nc.LogitNormal()).stratified
+    assert not wrap(nc.Independent(nc.LogitNormal())).stratified
+
+
 def test_annealed_goes_from_one_to_the_other():
     sampler = nc.Annealed(nc.Truncated(nc.Uniform(), 0.0, 0.5), start=10, stop=20)
     late = torch.tensor([0.9], dtype=torch.float64)

@@ -21,13 +21,30 @@ from noiseclock.core.table import Table, widen
 Number = TypeVar("Number", float, Tensor)
 
 
-def _needs_density(owner: object, sampler: object) -> None:
-    if not isinstance(sampler, Density):
-        raise TypeError(f"{type(owner).__name__} needs a fixed density with an inverse CDF, got {sampler}")
+class Around(Density):
+    """A density made from another fixed one, its `sampler`."""
+
+    sampler: Density
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampler, Density):
+            raise TypeError(f"{type(self).__name__} needs a fixed density with an inverse CDF, got {self.sampler}")
+
+    @property
+    def stratified(self) -> bool:  # type: ignore[override]
+        return self.sampler.stratified
+
+    @property
+    def corrects(self) -> bool:
+        return self.sampler.corrects
+
+    @property
+    def support(self) -> tuple[float, float]:
+        return self.sampler.support
 
 
 @dataclass(frozen=True)
-class Shifted(Density):
+class Shifted(Around):
     """Another density with its times moved by u' = k·u/(1+(k-1)·u): towards noise for k > 1 (resolution shift of SD3).
 
     >>> Shifted(Uniform(), k=3.0).icdf(torch.tensor(0.5))
@@ -38,12 +55,8 @@ class Shifted(Density):
     k: float = 3.0
 
     def __post_init__(self) -> None:
-        _needs_density(self, self.sampler)
+        super().__post_init__()
         take_positive(self, "k")
-
-    @property
-    def corrects(self) -> bool:
-        return self.sampler.corrects
 
     @property
     def support(self) -> tuple[float, float]:
@@ -68,7 +81,7 @@ class Shifted(Density):
 
 
 @dataclass(frozen=True)
-class Truncated(Density):
+class Truncated(Around):
     """Another density restricted to [lo, hi) by its inverse CDF, never by rejection."""
 
     sampler: Density
@@ -76,17 +89,13 @@ class Truncated(Density):
     hi: float = 1.0
 
     def __post_init__(self) -> None:
-        _needs_density(self, self.sampler)
+        super().__post_init__()
         take_finite(self, "lo", "hi")
         if not 0 <= self.lo < self.hi <= 1:
             raise ValueError(f"Truncated: needs 0 <= lo < hi <= 1, got lo = {self.lo}, hi = {self.hi}")
         lo, hi = self.sampler.support
         if self.lo >= hi or self.hi <= lo:
             raise ValueError(f"Truncated: [{self.lo}, {self.hi}] does not overlap {self.sampler}, which draws from [{lo:g}, {hi:g}]")
-
-    @property
-    def corrects(self) -> bool:
-        return self.sampler.corrects
 
     @property
     def support(self) -> tuple[float, float]:
@@ -117,25 +126,14 @@ class Truncated(Density):
 
 
 @dataclass(frozen=True)
-class Independent(Density):
-    """Another density whose times are drawn independently, as in the papers' own code. All others spread the times of a batch evenly.
+class Independent(Around):
+    """Another density whose times are drawn independently, as in the papers' own code. Other fixed densities are stratified over the batch.
 
     The objective is the same and its gradient has more variance: for comparisons with the papers, not for training.
     """
 
     sampler: Density = Uniform()
     stratified = False
-
-    def __post_init__(self) -> None:
-        _needs_density(self, self.sampler)
-
-    @property
-    def corrects(self) -> bool:
-        return self.sampler.corrects
-
-    @property
-    def support(self) -> tuple[float, float]:
-        return self.sampler.support
 
     def icdf(self, v: Tensor) -> Tensor:
         return self.sampler.icdf(v)
