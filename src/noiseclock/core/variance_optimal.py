@@ -29,7 +29,7 @@ from noiseclock.core.streams import finalize
 class VarianceOptimal(Priced):
     """p = (1-floor)·p* + floor·base in bins of time, with p* ∝ base·√E‖w·∇ℓ‖²_P: it minimises the variance of the gradient of the same objective.
 
-    Start with this one if it may cost 4 % of the training time (docs/choose.md). The model's parameters must be float32; autocast may be on.
+    Start with this one if it may cost 4 to 5 % of the training time (docs/choose.md). The model's parameters must be float32; autocast may be on.
 
     every: optimiser updates between probes; a probe takes two forward passes in float32. samples: samples per probe, over all ranks; the samples of
     a rank share a direction, which causes most of the noise, so more samples help little. bins: number of time bins. decay: factor on old estimates
