@@ -18,6 +18,7 @@ from forked import Forked
 from noiseclock import cli
 from noiseclock.cli_results import REPLACED
 from noiseclock.lab import checkpoint
+from noiseclock.lab.latents import VERIFIED
 from noiseclock.lab.processes import joined
 from noiseclock.lab.recipes import Recipe, recipe
 from noiseclock.lab.results import read
@@ -81,8 +82,9 @@ def differing(mine: Any, theirs: Any, place: str = "") -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder; the lock apart, which names the process that held it last."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+    """Every file of a folder; apart from the lock, which names the process that held it last, and the record of shards that were verified there."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (".lock", VERIFIED)]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:

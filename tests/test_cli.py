@@ -295,6 +295,7 @@ SAMPLING = {
     "--steps 0": "steps must be at least 1",
     "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
     "--solver magic": "unknown solver 'magic'; known: ddpm, ddim, euler, heun, dpm++",
+    "--solver heun:shift=3": "only the schedule flow has a grid to shift",
     "--guidance 2": "guidance=2 needs a model with classes",
     "--guidance nan": "guidance must be finite, got nan",
     "--out a.jpg": "written as .png, .npz or a folder of PNG files, not as .jpg; give a.jpg another name",
@@ -359,6 +360,22 @@ def test_evaluate_says_why_there_are_no_bits_in_continuous_time(capsys, tmp_path
     shown = said(capsys, "evaluate", str(tmp_path / "run"), "--samples", "0", "--guidance", "2", "--device", "cpu").splitlines()
     why = "no bits per dimension: they are those of a chain of discrete steps, and this schedule is continuous"
     assert shown[:2] == ["averaged weights at update 1", why]  # and no word of samples, of which there are none
+
+
+def test_a_flow_is_sampled_and_evaluated_on_a_shifted_grid(capsys, features, tmp_path, monkeypatch):
+    monkeypatch.setenv("NOISECLOCK_HOME", str(features))
+    shifted, even = tmp_path / "shifted", tmp_path / "even"
+    for folder, solver in ((shifted, "euler:shift=3"), (even, "euler")):
+        # a network that begins at a velocity of 0, whatever the time, has to learn something before its grid matters
+        trained(replace(TINY, **FLOW, updates=4, ema=0.0, lr=0.01, solver=solver), folder)
+        said(capsys, "sample", str(folder), "--count", "5", "--out", f"{folder.name}.npz")
+    said(capsys, "sample", str(even), "--count", "5", "--solver", "euler:shift=3", "--out", "asked.npz")
+    found = {name: np.load(f"{name}.npz")["arr_0"] for name in ("shifted", "even", "asked")}
+    assert np.array_equal(found["shifted"], found["asked"])  # both folders hold the same weights
+    assert not np.array_equal(found["shifted"], found["even"])
+    shown = said(capsys, "evaluate", str(shifted), "--samples", "70")
+    assert "(70 samples, EULER 2 with shift=3, against 1,497 of digits train, digits classifier)" in shown
+    assert [path.name for path in (shifted / "evaluations").iterdir()] == ["step-00000004-euler:shift=3-2-70-digits-train.json"]
 
 
 def test_figures_can_be_left_out(capsys, dit):

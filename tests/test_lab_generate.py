@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from scipy import stats
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from noiseclock.core.objectives import Objective
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.generate import generate, grid, noise_of, solve
+from noiseclock.lab.recipes import Recipe
 
 MEAN, VARIANCE = 0.1, 0.04
 SCHEDULES = {
@@ -201,6 +202,56 @@ def test_dpm_steps_are_those_of_diffusers(steps):
         x = scheduler.step(rough_eps(x, t), t, x).prev_sample
         # diffusers keeps its sigmas in float32, rounded at 6e-8, and x0 = (x - s·eps)/a magnifies by 1/a = 150 at the noisy end
         assert (ours - x).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(28, 3.0), (5, 1.15), (10, 0.5), (1, 3.0), (28, 1.0)])
+def test_shifted_steps_of_flow_are_those_of_diffusers(steps, shift):
+    schedule, solver = SCHEDULES["flow"], f"euler:shift={shift}"
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps))  # even before the shift, as Flux's pipeline asks for them
+    # diffusers keeps its sigmas in float32, where numbers below 1 are rounded by up to 3e-8; a shift takes five roundings
+    assert (grid(schedule, solver, steps) - scheduler.sigmas[:-1]).abs().max() < 5 * 3e-8
+    velocity = lambda x, u: torch.tanh(x) * (0.5 + u)  # noqa: E731
+    walk = solve(lambda x, u: x - u * velocity(x, u), schedule, lambda _: points(), solver=solver, steps=steps)
+    x = points()
+    for t, ours in zip(scheduler.timesteps, walk, strict=True):
+        x = scheduler.step(velocity(x, t.double() / 1000), t, x).prev_sample.double()
+        # diffusers computes a step in float32, where numbers of up to 4 are rounded by 2e-7; the slope of the velocity, at most 1.5 over a time
+        # of 1, magnifies by e^1.5 = 4.5 at most
+        assert (ours - x).abs().max() < steps * 3 * 2e-7 * 4.5
+
+
+def test_a_shift_moves_every_solver_of_flow_and_leads_to_the_same_place():
+    schedule = SCHEDULES["flow"]
+    assert grid(schedule, "heun:shift=3", 4).tolist() == pytest.approx([1, 0.9, 0.75, 0.5], abs=1e-15)  # of 1, 3/4, 1/2, 1/4
+    assert grid(schedule, "heun:shift=1", 7).equal(grid(schedule, "heun", 7))
+    for solver in ("ddim", "heun", "dpm++"):
+        # steps are three times as long at the clean end, where `test_many_steps_lead_to_the_right_place` allows 0.025
+        assert error(schedule, f"{solver}:shift=3", 400) < 3 * 0.025
+
+
+SHIFTS = {
+    ("linear", "heun:shift=3"): "solver 'heun:shift=3': only the schedule flow has a grid to shift; give 'heun' without a shift",
+    ("edm", "heun:shift=1"): "solver 'heun:shift=1': only the schedule flow has a grid to shift; give 'heun' without a shift",
+    ("flow", "euler:shift=0"): "solver 'euler:shift=0': shift must be a positive number, got 0",
+    ("flow", "euler:shift=nan"): "solver 'euler:shift=nan': shift must be a positive number, got nan",
+    ("flow", "euler:shift=inf"): "solver 'euler:shift=inf': shift must be a positive number, got inf",
+    ("flow", "euler:shift=true"): "solver 'euler:shift=true': shift must be a positive number, got True",
+    ("flow", "euler:shift=much"): "solver 'euler:shift=much': shift must be a positive number, got much",
+    ("flow", "euler:shft=3"): "unknown option of the solver euler 'shft' (did you mean shift?); known: shift",
+    ("flow", "euler:3"): "'euler:3': '3' is not option=value",
+}
+
+
+@pytest.mark.parametrize(("case", "message"), SHIFTS.items(), ids=map(str, SHIFTS))
+def test_a_shift_that_cannot_be_is_refused(case, message):
+    name, solver = case
+    steps = {"steps": None} if name != "linear" else {}
+    objective = "eps" if name == "linear" else name
+    for attempt in (lambda: grid(SCHEDULES[name], solver, 4), lambda: Recipe(schedule=name, objective=objective, solver=solver, **steps)):
+        with pytest.raises(Mistake) as caught:
+            attempt()
+        assert str(caught.value) == message
 
 
 # --- ancestral sampling -------------------------------------------------------------------------------------------------------------------

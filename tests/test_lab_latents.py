@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import warnings
 from dataclasses import replace
@@ -21,6 +22,7 @@ from noiseclock.lab.data import batches, head, load, load_images, pictured
 from noiseclock.lab.encode import encode
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import network_for
+from noiseclock.lab.folder import checksum
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.order import Order, flips, normals
 from noiseclock.lab.trained import evaluated, opened
@@ -254,6 +256,60 @@ def test_a_flipped_bit_is_found_and_mended(tmp_path, coder, cache, place):
     head(load(f"latents:{tmp_path}", split="test"), 4)  # which is whole
     encoded(tmp_path, coder, flip=True)
     assert content(tmp_path) == content(cache)
+
+
+@pytest.fixture
+def verified(monkeypatch) -> list[str]:
+    """The names of the shards whose checksums are computed from now on."""
+    names: list[str] = []
+    monkeypatch.setattr(latents_module, "checksum", lambda path: names.append(path.name) or checksum(path))
+    return names
+
+
+SHARDS = ["train-00000.safetensors", "train-00001.safetensors", "train-00002.safetensors", "train-00003.safetensors"]
+
+
+def test_shards_are_verified_once_and_again_when_they_have_changed(tmp_path, coder, verified):
+    head(load(f"latents:{encoded(tmp_path / 'first', coder)}"), 4)
+    assert sorted(verified) == SHARDS
+    verified.clear()
+    for _ in range(2):  # two processes, or two starts
+        assert load(f"latents:{tmp_path / 'first'}").labels is not None
+    assert verified == []
+    head(load(f"latents:{tmp_path / 'first'}", split="test"), 4)
+    assert verified == ["test-00000.safetensors"]
+    # a bit that is flipped with the date set back, and the copy of a folder, dates and record included
+    path = tmp_path / "first" / SHARDS[1]
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    state, damaged = path.stat(), bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    verified.clear()
+    for _ in range(2):  # a damaged one is never recorded
+        with pytest.raises(Mistake, match=r"train-00001\.safetensors is damaged: its checksum is not the one in index\.json"):
+            head(load(f"latents:{tmp_path / 'first'}"), 4)
+    assert verified == [SHARDS[1]] * 2
+    verified.clear()
+    head(load(f"latents:{tmp_path / 'copy'}"), 4)
+    assert sorted(verified) == SHARDS
+    # an index that knows another checksum of a shard
+    index = index_of(tmp_path / "copy")
+    index["splits"]["train"][2]["sha256"] = "0" * 64
+    (tmp_path / "copy" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(Mistake, match=r"train-00002\.safetensors is damaged"):
+        head(load(f"latents:{tmp_path / 'copy'}"), 4)
+
+
+@pytest.mark.parametrize("text", [None, "", "[1, 2]", '{"train-00000.safetensors": 7}'], ids=["a folder", "empty", "a list", "a number"])
+def test_a_record_of_verified_shards_that_cannot_be_read_or_written_is_no_obstacle(tmp_path, coder, verified, text):
+    record = encoded(tmp_path, coder) / ".verified.json"
+    record.mkdir() if text is None else record.write_text(text)
+    for times in (1, 1 if text is not None else 2):
+        head(load(f"latents:{tmp_path}"), 4)
+        assert sorted(verified) == sorted(SHARDS * times)
+    (tmp_path / "index.json").unlink()  # as the user is told to do when it is damaged; the record must not keep `encode` from making it anew
+    encoded(tmp_path, coder)
 
 
 def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path, coder, cache):

@@ -3,6 +3,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_loss_by_noise_level_and_its_ratio_are_as_written(made_up):
         assert entry["ratio"] == pytest.approx([losses[method] / losses["uniform"]] * 50, rel=1e-12)
 
 
+def test_loss_by_noise_level_is_of_the_end_though_a_method_was_stopped_early(tmp_path):
+    stopped = {("p2", 0): 100, ("speed", 1): 100}
+    folder = made_up_results.write(tmp_path, ["uniform", "speed", "p2"], (0, 1), updates=200, every=100, stopped=stopped, pictures=False)
+    shutil.rmtree(next((folder / "cells").glob("p2*seed-1")))
+    results = read(folder)
+    found = report_charts.loss(results)
+    assert (found["step"], [entry and entry["n"] for entry in found["methods"]]) == (200, [2, 1, None])
+    assert "after 200 updates; methods that did not get so far are left out." in report_page.page(results)
+    under_way = Results(results.config, [replace(cell, finished=False) for cell in results.cells], [])
+    assert report_charts.loss(under_way)["step"] == 100  # that all have
+
+
 def test_densities_are_as_written(made_up):
     """uniform is 1 all along; the generator ends its fifth method, number 4, at Beta(2, 5)."""
     results = read(made_up)
@@ -197,7 +210,7 @@ class Elements(HTMLParser):
         if self._inside == "data":
             self.data += data
         elif self._inside not in ("script", "style"):
-            self.words += data
+            self.words += data.replace("\N{NO-BREAK SPACE}", " ")
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +237,44 @@ def test_it_opens_with_the_answer_and_says_the_verdicts(made_up):
     )
     for setting in ("2.13.0", "x86_64, 2 threads", "3.11.9", "updates"):
         assert setting in page.words
+
+
+def test_captions_say_only_what_the_charts_have(made_up, tmp_path):
+    def quality(results):
+        words = Elements(report.page(results)).words
+        return words[words.index("Quality through training") :].partition("against images")[0]
+
+    level, unit = "The dotted level is the best value of uniform", "Its unit, 1D, is the time that uniform took to its best value."
+    several = quality(read(made_up))
+    assert "Each line is the mean over seeds, and its band reaches from the lowest seed to the highest." in several
+    assert "dotted where only some" not in several
+    assert level in several
+    assert unit in several
+    one = quality(read(made_up_results.write(tmp_path / "one", ["uniform", "p2"], (0,), updates=200, every=100, pictures=False)))
+    assert "Each line is one training." in one
+    assert "seeds" not in one
+    folder = made_up_results.write(tmp_path / "some", ["uniform", "p2"], (0, 1), updates=200, every=100, stopped={("p2", 1): 100}, pictures=False)
+    assert "A line is dotted where only some of its seeds have a value." in quality(read(folder))
+    without = quality(results_of(cell("p2", 0, [3, 2])))
+    assert level not in without
+    assert unit not in without
+
+
+def test_settings_that_differ_from_the_recipe_are_said(tmp_path):
+    folder = made_up_results.write(tmp_path, ["uniform", "p2"], (0,), updates=200, every=100, pictures=False)
+    config = json.loads((folder / "compare.json").read_text())
+    settings = {**config["settings"], "schedule": "cosine", "solver_steps": 20, "flip": True}
+    (folder / "compare.json").write_text(json.dumps({**config, "settings": settings, "changed": ["schedule", "solver_steps", "flip"]}))
+    for text in (Elements(report.page(read(folder))).words, report.markdown(read(folder))):
+        assert "with schedule cosine, flip true · 200 updates" in text  # steps of the solver are said elsewhere
+
+
+def test_no_line_ends_between_a_number_and_its_unit(made_up):
+    page = report.page(read(made_up))
+    answer = page.partition('<p class="answer">')[2].partition("</p>")[0]
+    assert re.search(r"\d\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}\d", answer)
+    assert re.search(r"\d\N{NO-BREAK SPACE}%", answer)
+    assert not re.search(r"\d [±%]|± \d", answer)
 
 
 def test_twice_the_same_is_no_difference(tmp_path):

@@ -1,5 +1,6 @@
 """The report in a browser: charts, choices, keyboard, paper and phone, with results that are good, hostile and damaged."""
 
+import itertools
 import re
 import shutil
 from collections.abc import Iterator
@@ -100,6 +101,25 @@ def test_the_name_at_the_end_of_a_line_hides_it(page):
     assert [kind for kind, methods in drawn(page) if 4 in methods] == []
 
 
+def test_names_of_many_lines_that_end_together_stay_inside_the_chart(browser, tmp_path):
+    """At the top, where lines of a share end, names that are pushed apart would leave the chart, which cuts off what is outside."""
+    methods = ["uniform", *(f"speed:k={k}" for k in range(2, 15))]
+    folder = made_up_results.write(tmp_path / "results", methods, (0,), effect={"speed:k=2": 20.0}, updates=200, every=100, pictures=False)
+    page = opened(browser, report.write(folder))
+    for metric in ("recall", "frechet"):
+        page.select_option("#metric", metric)
+        page.wait_for_timeout(200)
+        box, *names = page.evaluate(
+            f"[{IMAGES}, ...{IMAGES}.querySelectorAll('.annotation-text-g')].map(e => e.getBoundingClientRect()).map(b => [b.top, b.bottom])"
+        )
+        assert len(names) == len(methods)
+        assert box[0] <= min(top for top, _ in names)
+        assert max(bottom for _, bottom in names) <= box[1]
+        middles = sorted((top + bottom) / 2 for top, bottom in names)
+        assert min(b - a for a, b in itertools.pairwise(middles)) > 12  # of 16 pixels that are asked for, at letters of 12.5
+    assert page.wrong == []
+
+
 def test_the_metric_can_be_chosen(page, made_up):
     first = page.inner_text("#answer")
     page.select_option("#metric", "recall")
@@ -173,6 +193,17 @@ def test_a_phone_has_no_horizontal_scroll(phone):
     assert phone.wrong == []
 
 
+def test_on_a_phone_methods_have_one_line_and_their_column_stays_with_its_head(phone):
+    heights = phone.evaluate("[...document.querySelectorAll('.methods .name')].map(e => e.getBoundingClientRect().height)")
+    assert max(heights) < 1.5 * min(heights)
+    heads = "[...document.querySelectorAll('#answer tr > th:first-child')].filter(e => e.offsetWidth)"
+    left = f"{heads}.map(e => Math.round(e.getBoundingClientRect().left))"
+    before = phone.evaluate(left)
+    phone.evaluate("document.querySelector('.scroll').scrollLeft = 9999")
+    assert phone.evaluate(left) == before
+    phone.evaluate("document.querySelector('.scroll').scrollLeft = 0")
+
+
 def test_no_other_script_runs(phone):
     """Should a tag get through all the same, the page's policy does not run it. (The refusal is a message on the console.)"""
     phone.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')")
@@ -188,7 +219,7 @@ def test_hostile_names_stay_names(browser, hostile, tmp_path):
     assert page.evaluate("document.scripts.length") == 3
     assert page.inner_text("h1").startswith(HOSTILE)
     names = page.evaluate(f"[...{IMAGES}.querySelectorAll('.annotation-text')].map(t => t.textContent)")
-    assert sorted(names) == sorted(name if len(name) <= 22 else name[:21] + "…" for name in HOSTILES if name.isprintable())
+    assert sorted(names) == sorted(name if len(name) <= 24 else name[:23] + "…" for name in HOSTILES if name.isprintable())
     page.locator(".chart[data-by=images] path.point").first.hover(force=True)
     page.wait_for_selector(".hovertext")
     bars = page.evaluate("[...document.querySelectorAll('.chart[data-chart=overhead] .ytick')].map(t => t.textContent)")

@@ -275,6 +275,10 @@ def test_a_method_that_does_not_finish_is_not_better():
     assert (row.verdict, row.final.n, len(row.speed_up_images.by_seed)) == ("cannot tell (not finished in 1 of 3 seeds)", 2, 2)
     assert verdicts(results)["o"] == BETTER
     assert "Cannot tell: m (not finished in 1 of 3 seeds)." in answer(results)
+    alone = compared(uniform + [training("m", s, [9.0], finished=False) for s in range(3)])
+    assert verdicts(alone)["m"] == "cannot tell (not finished)"
+    assert "A speed-up is" not in " ".join(table(alone, "frechet").notes)
+    assert "A speed-up is" in " ".join(table(results, "frechet").notes)
     # once the baseline lacks a seed, nobody can be told by it
     cut = [*uniform[:2], training("uniform", 2, [22.0], finished=False)]
     assert set(verdicts(compared(cut + other)).values()) == {BASELINE, "cannot tell (not finished in 1 of 3 seeds)"}

@@ -23,10 +23,11 @@ from noiseclock.lab.autoencoder import Autoencoder
 from noiseclock.lab.data import Files, Images, cpus, from_disk, load_images
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import checksum, difference, lock, sync, write_json
-from noiseclock.lab.latents import FORMAT, read_index
+from noiseclock.lab.latents import FORMAT, VERIFIED, read_index
 from noiseclock.lab.sources import SPLITS
 
-MINE = (".lock", "autoencoder")  # beside shards, what a run that was killed before it wrote index.json may leave in the folder
+# beside shards, what a folder without index.json may hold: it was not yet written when a run was killed, or it was damaged and has been removed
+MINE = (".lock", VERIFIED, "autoencoder")
 
 
 class Shard(NamedTuple):

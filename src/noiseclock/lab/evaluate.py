@@ -152,7 +152,8 @@ def reference(
 
 def made_by(solver: str | None, steps: int | None) -> str:
     """A solver and its steps, in words."""
-    return f"{solver.upper()} {steps}" if solver and steps else solver or "solver not known"
+    name, _, options = (solver or "").partition(":")
+    return f"{name.upper()} {steps}" + f" with {options}" * bool(options) if solver and steps else solver or "solver not known"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ With x = a·x0 + s·eps at one level, a' and s' at the next (a' = 1, s' = 0 at t
 Solvers need only a, s and x0, so each runs on every schedule and every objective, EDM's preconditioning included. Tests compare them with diffusers'
 DDPM, DDIM and DPM-Solver++ schedulers. Unlike those they also run at zero terminal SNR, on flow and EDM, with any number of steps up to T, and
 ancestral sampling in few steps leaves no noise in the final picture.
+
+"heun:shift=3" is "heun" on a shifted grid, for a flow that was trained with such a shift (`Shifted`).
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from torch import Tensor
 
 from noiseclock.core.batch import Predict, call
 from noiseclock.core.objectives import Eps, Objective
-from noiseclock.core.schedules import EDM, VARIANCES, Discrete, Schedule
+from noiseclock.core.schedules import EDM, VARIANCES, Discrete, Flow, Schedule
 from noiseclock.core.streams import GOLDEN, finalize, signed, uniform
 from noiseclock.lab.errors import Failure, Mistake, choose
 from noiseclock.lab.order import normal
+from noiseclock.lab.wording import split
 
 Denoise = Callable[[Tensor, Tensor], Tensor]  # x (B, ...) and one time, a float64 tensor on the CPU -> x0 (B, ...)
 Noise = Callable[[int], Tensor]  # the number of a draw -> independent normals (B, ...)
@@ -86,22 +89,24 @@ def solve(
     denoise: Denoise, schedule: Schedule, noise: Noise, *, solver: str = "ddim", steps: int = 50, variance: str = "fixed-large"
 ) -> Iterator[Tensor]:
     """x (B, ...) after each step, the last one clean. It starts from noise(0); ancestral steps take noise(1), noise(2) and so on."""
-    choose("solver", solver, SOLVERS)
+    name, _ = read_solver(solver, schedule)
     choose("variance", variance, VARIANCES)
     times = grid(schedule, solver, steps)
     a, s = schedule(times)
     path = Path(schedule, variance, times, torch.cat([a, torch.ones_like(a[:1])]), torch.cat([s, torch.zeros_like(s[:1])]))
     # the variance of x for data of variance 1: N(0, 1) for DDPM, nearly N(0, σ²) for EDM
     start = noise(0) * (a[0] ** 2 + s[0] ** 2).sqrt()
-    return SOLVERS[solver](path, start, denoise, noise)
+    return SOLVERS[name](path, start, denoise, noise)
 
 
 def grid(schedule: Schedule, solver: str, steps: int) -> Tensor:
     """(steps,) decreasing times, float64, at which `solver` evaluates the model; the first is the noisiest one.
 
-    EDM: Karras' grid, even in σ^(1/7). Flow: even in u. Discrete steps: evenly spaced, from the last one down, for "ddpm" and "ddim" ("trailing"
-    in diffusers); for second-order solvers, which lose accuracy by long steps at low noise, the last one and then those nearest to Karras' grid.
+    EDM: Karras' grid, even in σ^(1/7). Flow: even in u, or even and then moved to k·u/(1+(k-1)·u) for a solver with shift=k. Discrete steps: evenly
+    spaced, from the last one down, for "ddpm" and "ddim" ("trailing" in diffusers); for second-order solvers, which lose accuracy by long steps at
+    low noise, the last one and then those nearest to Karras' grid.
     """
+    name, shift = read_solver(solver, schedule)
     if steps < 1 or (schedule.steps is not None and steps > schedule.steps):
         most = "" if schedule.steps is None else f" and at most {schedule.steps}, the number that the schedule has"
         raise Mistake(f"steps must be at least 1{most}, got {steps}")
@@ -109,8 +114,9 @@ def grid(schedule: Schedule, solver: str, steps: int) -> Tensor:
         return _karras(schedule, schedule.sigma_max, schedule.sigma_min, steps)
     count = torch.arange(steps, dtype=torch.float64)
     if not isinstance(schedule, Discrete):
-        return 1 - count / steps
-    if solver not in ("heun", "dpm++"):
+        u = 1 - count / steps
+        return shift * u / (1 + (shift - 1) * u)
+    if name not in ("heun", "dpm++"):
         return schedule.time_of((schedule.steps * (1 - count / steps)).round().long() - 1)
     sigma = (-schedule.log_snr(schedule.grid()) / 2).exp()
     step = schedule.step(_karras(schedule, min(SIGMA_MAX, float(sigma[-1])), float(sigma[0]), steps)).flip(0)
@@ -119,6 +125,24 @@ def grid(schedule: Schedule, solver: str, steps: int) -> Tensor:
     step = ((step - place).cummax(0).values + place).minimum(schedule.steps - steps + place)
     step[-1] = schedule.steps - 1
     return schedule.time_of(step.flip(0))
+
+
+def read_solver(text: str, schedule: Schedule) -> tuple[str, float]:
+    """The name of a solver and the shift of its grid on this schedule, 1 unless it is given.
+
+    >>> read_solver("heun:shift=3", Flow())
+    ('heun', 3.0)
+    """
+    name, options = split(text)
+    choose("solver", name, SOLVERS)
+    for option in options:
+        choose(f"option of the solver {name}", option, ["shift"])
+    shift = options.get("shift", 1.0)
+    if type(shift) not in (int, float) or not 0 < shift < math.inf:
+        raise Mistake(f"solver {text!r}: shift must be a positive number, got {shift}")
+    if options and not isinstance(schedule, Flow):
+        raise Mistake(f"solver {text!r}: only the schedule flow has a grid to shift; give {name!r} without a shift")
+    return name, float(shift)
 
 
 def _karras(schedule: Schedule, most: float, least: float, steps: int) -> Tensor:

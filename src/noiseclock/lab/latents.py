@@ -3,6 +3,7 @@
     index.json                 what it was made of, the shards with their checksums, mean and std of each channel
     train-00000.safetensors    mean, and std if the autoencoder has a posterior; mirrored.mean, mirrored.std; labels
     autoencoder/               a copy of the autoencoder, to decode samples even if the original is gone
+    .verified.json             the shards whose checksums were verified, as the file system described them then
 
 A network sees (z - mean)/std, per channel. z is drawn from the posterior anew every time an image is used; the draw depends on (seed, place), like
 the flips. A flip takes the latents of the mirrored picture, because mirrored latents are not the latents of the mirrored picture.
@@ -14,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,13 @@ from torch import Tensor
 from noiseclock.lab import autoencoder
 from noiseclock.lab.autoencoder import Autoencoder
 from noiseclock.lab.captions import Captioned, Texts
-from noiseclock.lab.errors import Mistake, choose
-from noiseclock.lab.folder import checksum
+from noiseclock.lab.errors import Failure, Mistake, choose
+from noiseclock.lab.folder import checksum, write_json
 from noiseclock.lab.order import Order, flips, normals, uniforms
 
 FORMAT = 1  # version of the files; raised when an older reader would misread them
 IN_MEMORY = 2**31  # bytes of latents; a larger set stays on disk
+VERIFIED = ".verified.json"
 AGAIN = "run the same noiseclock encode again"
 
 Take = Callable[[Tensor], dict[str, Tensor]]  # rows (n,) -> their tensors (n, ...); row N + i is the mirrored picture i
@@ -80,16 +83,38 @@ class Latents:
 
     @cached_property
     def _shards(self) -> list[dict[str, Tensor]]:
-        """The tensors of all shards, mapped into memory, after their checksums were verified."""
+        """The tensors of all shards, mapped into memory. Checksums are verified, but not again of shards that have not changed since: a large set
+        takes minutes to read, for every process and at every start."""
+        try:
+            before = dict(json.loads((self.folder / VERIFIED).read_bytes()))
+        except (OSError, TypeError, ValueError):  # missing or damaged
+            before = {}
         with ThreadPoolExecutor(4) as pool:
-            return list(pool.map(self._opened, self._files))
+            now = dict(pool.map(lambda shard: self._verified(shard, before), self._files))
+            found = list(pool.map(self._opened, self._files))
+        if not now.items() <= before.items():
+            with suppress(Failure, OSError):  # without the record, as in a folder that cannot be written to, every start verifies them
+                write_json(self.folder / VERIFIED, before | now)
+        return found
 
-    def _opened(self, shard: tuple[str, int, str]) -> dict[str, Tensor]:
-        name, count, known = shard
+    def _verified(self, shard: tuple[str, int, str], before: dict[str, Any]) -> tuple[str, list[Any]]:
+        """The name of a shard, and how to know that it has not changed; a Mistake if it is damaged."""
+        name, _, known = shard
         path = self.folder / name
         try:
-            if checksum(path) != known:
+            # before reading, so that a change meanwhile will be noticed; ctime and inode differ in a copy, and a program cannot set them back
+            state = path.stat()
+            seen = [known, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
+            if before.get(name) != seen and checksum(path) != known:
                 raise Mistake(f"{path} is damaged: its checksum is not the one in index.json; {AGAIN}, which replaces it")
+        except OSError as error:
+            raise Mistake(f"{path} cannot be read ({error}); {AGAIN}") from error
+        return name, seen
+
+    def _opened(self, shard: tuple[str, int, str]) -> dict[str, Tensor]:
+        name, count, _ = shard
+        path = self.folder / name
+        try:
             found: dict[str, Tensor] = load_file(path)
         except (OSError, SafetensorError) as error:
             raise Mistake(f"{path} cannot be read ({error}); {AGAIN}") from error

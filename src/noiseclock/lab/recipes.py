@@ -20,7 +20,7 @@ from noiseclock.core.objectives import Eps
 from noiseclock.core.schedules import VARIANCES, Array
 from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
-from noiseclock.lab.generate import SOLVERS
+from noiseclock.lab.generate import read_solver
 
 OPTIMIZERS = ("adam", "adamw")
 PRECISIONS = ("fp32", "bf16")
@@ -30,7 +30,7 @@ LARGEST_SEED = 2**32  # excluded; torch's generators still accept 1000 times thi
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. A sampler, weighting, schedule or objective is written `name` or `name:option=value,option=value`."""
+    """One training run. A sampler, weighting, schedule, objective or solver is written `name` or `name:option=value,option=value`."""
 
     # --- the data ---
     data: str = "digits"
@@ -120,7 +120,7 @@ class Recipe:
     sample_every: int = 5000
     """updates between grids of samples"""
     solver: str = "ddim"
-    """solver for sampling: ddpm, ddim (or euler), heun or dpm++"""
+    """solver for sampling: ddpm, ddim (or euler), heun or dpm++; on flow also with a shift, e.g. euler:shift=3"""
     solver_steps: int = 50
     """steps of the solver"""
     track: tuple[str, ...] = ("tensorboard",)
@@ -147,13 +147,12 @@ class Recipe:
             raise Mistake(f"betas must lie in [0, 1), got {self.betas}")
         if self.batch % self.accumulate:
             raise Mistake(f"a batch of {self.batch} cannot be split into {self.accumulate} equal micro-batches")
-        known = {
-            "optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": MODELS, "solver": SOLVERS,
-        }  # fmt: skip
+        known = {"optimizer": OPTIMIZERS, "precision": PRECISIONS, "variance": VARIANCES, "model": MODELS}
         for name, allowed in known.items():
             choose(name, getattr(self, name), allowed)
         clock = self.clock()  # raises a Mistake if schedule, sampler, weighting and objective do not fit
         schedule = clock.schedule
+        read_solver(self.solver, schedule)
         if self.solver_steps > (schedule.steps or self.solver_steps):
             raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
         if isinstance(clock.objective, Eps) and float(schedule(1.0)[0]) == 0:

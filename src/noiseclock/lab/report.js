@@ -13,6 +13,7 @@
   const number = (value) => (Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4))));
   const units = [[86400, 172800, "days"], [3600, 7200, "h"], [60, 120, "min"], [1, 0, "s"]];
   const duration = (seconds) => { const [unit, , word] = units.find(([, from]) => seconds >= from); return `${number(seconds / unit)} ${word}`; };
+  const beside = 24; // the most characters of a name beside its line
   const name = (m, most = 60) => short(data.methods[m].name, most);
   const bold = (m) => `<b>${name(m)}</b><br>`;
   const spread = (mean, low, high, n) => number(mean) + (n > 1 ? `, from ${number(low)} to ${number(high)} over ${n} seeds` : ", one seed");
@@ -72,7 +73,7 @@
     draw(element, traces, {
       xaxis: axis(x.title, x.more), yaxis: axis("", { type: log ? "log" : "linear", range, nticks: 6, ...(log ? ticks(range) : {}), ...y }),
       annotations: names, shapes: also.map((value) => level(value, colour("--soft"))),
-      margin: { l: 8, r: 26 + 7.4 * Math.max(0, ...names.map((label) => Math.min(data.methods[label.name].name.length, 22))), t: 12, b: 8 },
+      margin: { l: 8, r: 26 + 7.4 * Math.max(0, ...names.map((label) => Math.min(data.methods[label.name].name.length, beside))), t: 12, b: 8 },
     });
   }
 
@@ -87,11 +88,12 @@
         const close = apart - (ends[k].at - ends[k - 1].at);
         if (close > 0) { ends[k].at += close / 2; ends[k - 1].at -= close / 2; }
       }
-      ends.forEach((end, k) => { end.at = Math.max(end.at, k * apart - 8); });
+      // none below the axis, none above the top: there they would be cut off
+      ends.forEach((end, k) => { end.at = Math.max(Math.min(end.at, height - (ends.length - 1 - k) * apart), k * apart - 8); });
     }
     return ends.map(({ m, at }) => ({
       xref: "paper", x: 1, xanchor: "left", xshift: 8, yref: "paper", y: at / height, yanchor: "middle", showarrow: false, captureevents: true,
-      name: String(m), text: name(m, 22), font: { color: of(m), size: 12.5 },
+      name: String(m), text: name(m, beside), font: { color: of(m), size: 12.5 },
     }));
   }
 
@@ -151,7 +153,7 @@
         xaxis: axis(sweep.label, { type: !sweep.numeric ? "category" : sweep.log ? "log" : "linear", tickvals, ticktext: tickvals.map(say) }),
         yaxis: axis("", { nticks: 6 }), shapes: base.map((m) => level(finals[m].mean, of(m))),
         annotations: base.map((m) => ({
-          xref: "paper", x: 1, y: finals[m].mean, xanchor: "right", yanchor: "bottom", text: name(m, 22), showarrow: false,
+          xref: "paper", x: 1, y: finals[m].mean, xanchor: "right", yanchor: "bottom", text: name(m, beside), showarrow: false,
           font: { color: of(m), size: 12.5 },
         })),
       });
@@ -197,7 +199,7 @@
       const names = { tickvals: rows.map(String), ticktext: rows.map((m) => name(m, phone.matches ? 18 : 40)) };
       draw(element, [bars], {
         height: 70 + 34 * rows.length, margin: { l: 8, r: 70, t: 4, b: 8 },
-        xaxis: axis("seconds per update, the baseline = 1", { rangemode: "tozero", nticks: 6 }),
+        xaxis: axis("time per update, the baseline = 1", { rangemode: "tozero", nticks: 6 }),
         yaxis: axis("", { type: "category", ...names, tickfont: { size: 13 }, showgrid: false }),
         shapes: [{ type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { color: colour("--soft"), width: 1.2, dash: "dot" } }],
       });

@@ -113,10 +113,16 @@ def utility(results: Results) -> dict[str, Any] | None:
 
 
 def _by_time(results: Results, kind: str, axis: str, name: str, *, over: str | None = None) -> tuple[int | None, list[dict[str, Any] | None]]:
-    """A curve of every method at the last common step, over seeds. kind: the cells' list of records. over: the field to divide the curve by."""
+    """A curve of every method at the last step that finished methods share, over seeds.
+
+    kind: the cells' list of records. over: the field to divide the curve by.
+    """
     cells = {method: results.of(method, results.lr) for method in results.methods}
     having = {method: [record for cell in of for record in getattr(cell, kind) if name in record] for method, of in cells.items()}
-    step = _last_in_common([{record["step"] for record in records} for records in having.values()])
+    steps = {method: {record["step"] for record in records} for method, records in having.items()}
+    # a training that was stopped early must not hold all others back
+    finished = _last_in_common(steps[method] for method, of in cells.items() if any(cell.finished for cell in of))
+    step = _last_in_common(steps.values()) if finished is None else finished
     found: list[dict[str, Any] | None] = []
     for records in having.values():
         there = [record for record in records if record["step"] == step]

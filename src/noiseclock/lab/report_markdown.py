@@ -80,7 +80,10 @@ def facts(results: Results) -> list[str]:
     batch = f" of {settings['batch']} images" if isinstance(settings.get("batch"), int) else ""
     solver = f" by {point['solver']} in {point.get('solver_steps', '?')} steps" if "solver" in point else ""
     until = f"{config['until']:,} of " if config.get("until", settings.get("updates")) != settings.get("updates") else ""
+    there = ("updates", "batch", "solver", "solver_steps")  # said already
+    changed = [f"{name.replace('_', ' ')} {shown(settings[name])}" for name in config.get("changed", []) if name in settings and name not in there]
     known = [
+        f"with {', '.join(changed)}" if changed else "",
         f"{until}{settings['updates']:,} updates{batch}" if isinstance(settings.get("updates"), int) else "",
         f"learning rate {results.lr:g}" if results.lr is not None else "",
         f"evaluated every {config['every']:,} updates" if "every" in config else "",

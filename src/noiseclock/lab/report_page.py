@@ -51,8 +51,8 @@ def page(results: Results) -> str:
         style=_asset("report.css"),
         eyebrow="Noiseclock comparison",
         heading=escape(heading(results)),
-        answer=escape(first.removesuffix(".") + "."),
-        more=f'<details class="more"><summary>All methods in words</summary><p>{escape(rest)}</p></details>' if rest else "",
+        answer=_unbroken(escape(first.removesuffix(".") + ".")),
+        more=f'<details class="more"><summary>All methods in words</summary><p>{_unbroken(escape(rest))}</p></details>' if rest else "",
         facts=" · ".join(escape(fact) for fact in facts(results)),
         warning=_warning(problems),
         controls=_controls(data),
@@ -95,9 +95,9 @@ def _table(t: Table, data: dict[str, Any]) -> str:
     widest = max((abs(end) for row in t.rows if row.difference for end in _ends(row.difference)), default=0.0)
     direction = "higher" if t.higher_is_better else "lower"
     heads = [
-        ("Method", ""), *([("Learning rate", "number")] if t.own_lr else []), (f"{escape(t.title)}<br>{direction} is better", "number"),
+        ("Method", ""), *([("Learning rate", "number")] if t.own_lr else []), (f"{escape(t.title)}<br>{direction}&nbsp;is&nbsp;better", "number"),
         ("Verdict<br>p, corrected", "verdict"), (f"Difference to {escape(t.baseline)}<br>95 % interval", "wide"), ("Speed-up<br>in time", "number"),
-        ("Speed-up<br>in images", "number"), ("Time per<br>update", "number"), ("Seeds", "number"),
+        ("Speed-up<br>in images", "number"), ("Time&nbsp;per<br>update", "number"), ("Seeds", "number"),
     ]  # fmt: skip
     head = "".join(f'<th scope="col" class="{kind}"{" colspan=2" if kind == "wide" else ""}>{text}</th>' for text, kind in heads)
     body = ""
@@ -133,17 +133,23 @@ def _ends(d: Difference) -> tuple[float, ...]:
 
 
 def _notes(t: Table) -> str:
-    return f'<p class="footnote">{escape(" ".join(t.notes))}</p>'
+    return f'<p class="footnote">{_unbroken(escape(" ".join(t.notes)))}</p>'
 
 
 def _qualities(data: dict[str, Any]) -> str:
     if not data["metrics"]:
         return ""
-    about = (
-        "A line is the mean over seeds, its band spans them, and it is dotted where some seeds have no value. The dotted level is the best that"
-        " the baseline had. Training time includes all that a sampler does and leaves out evaluations; 1D is the time in which the baseline got to"
-        " its best."
-    )
+    metrics, base = data["metrics"].values(), _baseline(data)
+    seeds = [line["n"] for metric in metrics for line in metric["curves"] if line]
+    one = all(n <= 1 for line in seeds for n in line)
+    said = ["Each line is one training." if one else "Each line is the mean over seeds, and its band reaches from the lowest seed to the highest."]
+    said += ["A line is dotted where only some of its seeds have a value."] if any(0 < n < max(line) for line in seeds for n in line) else []
+    if any(metric["target"] is not None for metric in metrics):
+        said.append(f"The dotted level is the best value of {base}: a method whose line crosses it has become as good.")
+    said.append("Training time counts all that a sampler does, but no evaluations.")
+    if any(metric["day"] is not None for metric in metrics):
+        said.append(f"Its unit, 1D, is the time that {base} took to its best value.")
+    about = " ".join(said)
     pair = ""
     for by, what in (("images", "images"), ("seconds", "training time")):
         chart, label = f'data-chart="quality" data-by="{by}"', f"Line chart of quality against {what}, one line for each method"
@@ -185,11 +191,13 @@ def _sweeps(data: dict[str, Any]) -> str:
 def _losses(data: dict[str, Any]) -> str:
     if not data["loss"]:
         return ""
-    pair = _chart("Loss by noise level", "logarithmic", 'data-chart="loss"', "Line chart of loss against noise level, one line for each method")
+    pair = _chart("Loss by noise level", "logarithmic scale", 'data-chart="loss"', "Line chart of loss against noise level, one line for each method")
     if any(entry and "ratio" in entry for entry in data["loss"]["methods"]):
         chart = 'data-chart="loss" data-ratio="yes"'
-        pair += _chart("Relative to the baseline", "below 100 % is better", chart, "Line chart of loss relative to the baseline, against noise level")
-    about = f"Unweighted loss on held-out images with the same noise for all methods, after {data['loss']['step']:,} updates."
+        label = "Line chart of loss relative to the baseline, against noise level"
+        pair += _chart(f"Relative to {escape(_baseline(data))}", "below 100 % is better", chart, label)
+    behind = "" if all(data["loss"]["methods"]) else "; methods that did not get so far are left out"
+    about = f"Unweighted loss on held-out images with the same noise for all methods, after {data['loss']['step']:,} updates{behind}."
     return _section("loss", "Where the loss is", about, f'<div class="pair">{pair}</div>')
 
 
@@ -197,11 +205,11 @@ def _utilities(data: dict[str, Any]) -> str:
     if not data["utility"]:
         return ""
     said = "Line chart of what an update at each noise level alone does for the loss, one line for each method"
-    chart = _chart("What an update there would do", "above 0 helps, below hurts", 'data-chart="utility"', said)
+    chart = _chart("What one update there would do", "decrease of the loss; above 0 helps, below hurts", 'data-chart="utility"', said)
     about = (
-        f"By how much an update with samples of one noise level alone would lower the plain loss of all levels, to first order, after "
-        f"{data['utility']['step']:,} updates; in the optimiser's own metric, on samples that had no part in the gradient of the loss. "
-        "Trust only sign and order: a first-order estimate overstates the effect of so long a step."
+        f"Suppose that the next update, after {data['utility']['step']:,}, used samples of one noise level alone: by how much would it lower the "
+        "unweighted loss of all levels together? The estimate is of first order, with the optimiser's own step sizes, on samples that the update has "
+        "not seen. It overstates so long a step: trust the sign and the order, not the size."
     )
     return _section("utility", "Which noise levels help", about, chart)
 
@@ -213,16 +221,17 @@ def _densities(data: dict[str, Any]) -> str:
         _chart(_name(data, m), "", f'data-chart="density" data-method="{m}"', f"Heat map of the density of {escape(data['methods'][m]['name'])}", m)
         for m, entry in enumerate(data["density"]["methods"]) if entry
     )  # fmt: skip
-    legend = f'<div class="legend"><span>0</span><i></i><span>{data["density"]["most"]:.2g} and more; 1 is uniform</span></div>'
-    about = "How often each noise level was drawn, through training; the mean over seeds. Loss weights are not part of it."
+    legend = f'<div class="legend"><span>0</span><i></i><span>{data["density"]["most"]:.2g} times as often as if uniform, or more</span></div>'
+    about = "How often each noise level was drawn through training, on average over seeds. Loss weights are not part of it."
     return _section("density", "What was sampled", about, f'{legend}<div class="many wide">{maps}</div>')
 
 
 def _overheads(data: dict[str, Any]) -> str:
     if not any(data["overhead"]):
         return ""
-    chart = _chart("Time per update", "", 'data-chart="overhead"', "Bar chart of seconds per update, relative to the baseline", kind="bars")
-    return _section("overhead", "What it costs", "Seconds per update, with everything that the sampler does and without evaluations.", chart)
+    chart = _chart("Time per update", "", 'data-chart="overhead"', "Bar chart of the time per update, relative to the baseline", kind="bars")
+    about = f"Time per update relative to {_baseline(data)}. It counts all that a sampler does, but no evaluations."
+    return _section("overhead", "What it costs", about, chart)
 
 
 class Grids(NamedTuple):
@@ -344,6 +353,16 @@ def _name(data: dict[str, Any], m: int) -> str:
     swatch = f'<span class="swatch" style="--colour:var(--c{look["colour"]});border-top-style:{style}"></span>'
     breakable = re.sub("([:,+])", r"\1<wbr>", escape(look["name"]))
     return f'{swatch}<span class="name" title="{escape(look["name"])}">{breakable}</span>'
+
+
+def _baseline(data: dict[str, Any]) -> str:
+    """The name of the baseline."""
+    return next((str(look["name"]) for look in data["methods"] if look["baseline"]), "the baseline")
+
+
+def _unbroken(text: str) -> str:
+    """Text in which no line ends between a number and its % or ±."""
+    return re.sub(r"(?<=\d) (?=[%±])|(?<=±) ", "\N{NO-BREAK SPACE}", text)
 
 
 def _number(text: str, unit: str = "") -> str:

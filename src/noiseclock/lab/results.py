@@ -224,11 +224,11 @@ def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
     wanted = {_name(key): None for key in product(*(config.get(part, []) for part in ("methods", "lrs", "seeds")))}
     there = {_name(cell.key): cell for cell in cells}
     named = {
-        "not there": [name for name in wanted if name not in there],
-        "not finished": [f"{name} (step {_step(cell):,})" for name, cell in there.items() if not cell.finished],
+        "missing": [name for name in wanted if name not in there],
+        "not finished": [f"{name} (at update {_step(cell):,})" for name, cell in there.items() if not cell.finished],
         "without an evaluation": [name for name, cell in there.items() if not cell.points],
     }
-    return [f"{len(names)} of {len({**wanted, **there})} cells {what}: {_some(names)}" for what, names in named.items() if names]
+    return [f"{len(names)} of {len({**wanted, **there})} trainings {what}: {_some(names)}" for what, names in named.items() if names]
 
 
 def _not_alike(cells: list[Cell]) -> list[str]:
@@ -239,7 +239,7 @@ def _not_alike(cells: list[Cell]) -> list[str]:
             if name not in OF_THE_CELL:
                 seen.setdefault(name, Counter())[_shown(value)] += 1
     different = {name: [f"{value} in {n}" for value, n in values.items()] for name, values in seen.items() if len(values) > 1}
-    return [f"the cells have different settings, {_shown(name)} is {_some(values)}" for name, values in different.items()]
+    return [f"the trainings have different settings, {_shown(name)} is {_some(values)}" for name, values in different.items()]
 
 
 def _up_to(cell: Cell, at: int) -> Cell:

@@ -307,7 +307,10 @@ class _Comparison:
         involved = [*cells.values(), *(self.baseline[seed] for seed in cells if seed in self.baseline)]
         lost = {cell.seed for cell in involved if cell.key in self.final.lost}
         infinite = {cell.seed for cell in involved if not math.isfinite(self.final.values.get(cell.key, 0.0))}
-        reasons = [f"{what} in {len(seeds)} of {len(cells)} seeds" for what, seeds in (("not finished", lost), ("not finite", infinite)) if seeds]
+        reasons = [
+            what if len(seeds) == len(cells) else f"{what} in {len(seeds)} of {len(cells)} seeds"
+            for what, seeds in (("not finished", lost), ("not finite", infinite)) if seeds
+        ]  # fmt: skip
         if not self.alike:
             reasons = ["samples of different number or kind"]
         elif self.own_lr and self._rates(method) != self._rates(self.results.baseline):
@@ -339,6 +342,11 @@ class _Comparison:
         if tested:
             notes.append(
                 f"Differences are taken seed by seed, 95 % intervals by Student's t; p is corrected for {tested} comparisons by Holm's method."
+            )
+        if self.differences:
+            notes.append(
+                f"A speed-up is the time, or the number of images, that {self.results.baseline} took to its best value, divided by what the method "
+                "took to get as far with the same seed."
             )
         if self.own_lr:
             notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
