@@ -163,8 +163,9 @@ def test_a_weighted_profile_carries_the_weight():
     assert (plain.weighting, weighted.weighting) == ("constant", "min-snr:gamma=2")
 
 
-def test_training_the_first_fifth_moves_that_alone_where_parameters_are_separate():
+def test_training_the_first_fifth_moves_that_alone_where_parameters_are_separate(monkeypatch):
     run = run_of((0.1, 0.1, 0.1, 0.1, 0.1))
+    monkeypatch.setattr(Trained, "optimizer", lambda run: torch.optim.Adam(run.net.parameters(), lr=run.recipe.lr))
     before = run.net.w.clone()
     found = analyze.coupling(run, Plan((1,), 64, images=256, times=5, updates=10))
     assert found.interval == (0.0, 0.2)

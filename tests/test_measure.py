@@ -163,6 +163,24 @@ def test_training_one_interval_moves_everything_where_parameters_are_shared():
     assert found.change[0] > 0.1
 
 
+def test_updates_inside_autocast_see_the_weights_of_the_update_before():
+    def found(bf16: bool):
+        torch.manual_seed(0)
+        model, label = Disturbable(), torch.rand(64, 1)
+        clock, x0 = nc.Clock("linear", "uniform"), torch.randn(64, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            before = model.eval()(x0, torch.zeros(64), label)
+            change = interdependence(clock, model, optimizer, x0, cond=label, interval=(0.0, 1.0), updates=40, times=5).change
+            assert torch.equal(model(x0, torch.zeros(64), label), before)
+        return change
+
+    exact, rounded = found(False), found(True)
+    assert exact.mean() < -0.4
+    # bfloat16 has three digits; forty updates along the first one's gradient miss by more than what was learned
+    assert np.abs(rounded - exact).max() < 0.02
+
+
 MEASURE = {
     "loss": lambda clock, predict, optimizer, x0, **more: loss_over_time(clock, predict, x0, times=7, batch=8, **more),
     "variance": lambda clock, predict, optimizer, x0, **more: gradient_variance(clock, predict, x0, bins=3, samples=8, pairs=2, **more),

@@ -176,7 +176,10 @@ def interdependence(
         return np.asarray(found.mean((0, 2)))
 
     before = losses()
-    with _restored(modules, optimizer, x0.device):
+    dtype = autocast_dtype(x0.device)
+    # without autocast's weight cache, which would hold the weights from before the updates, and afterwards those from before they were restored
+    uncached = torch.autocast(x0.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    with _restored(modules, optimizer, x0.device), uncached:
         generator = _generator(x0.device, seed, "training")
         torch.default_generator.manual_seed(seed)
         if x0.is_cuda:

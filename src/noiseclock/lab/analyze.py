@@ -34,7 +34,6 @@ from noiseclock.core.lookahead import TARGETS
 from noiseclock.core.measure import gradient_variance, interdependence, loss_over_time, utility_over_time
 from noiseclock.core.schedules import Array
 from noiseclock.lab import analyze_figures, wording
-from noiseclock.lab.built import optimizer_for
 from noiseclock.lab.data import batches, load
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.folder import difference, making, records, write_json
@@ -193,9 +192,8 @@ def profile(run: Trained, plan: Plan, *, weighted: bool = False, device: str = "
 def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
     """How training on INTERVAL alone changes the loss at all times; the model itself is left unchanged."""
     x0, cond = some(run, plan.images, device)
-    found = []
+    optimizer, found = run.optimizer(), []
     for interval in (INTERVAL, (0.0, 1.0)):
-        optimizer = optimizer_for(run.recipe, list(run.net.parameters()))
         with _autocast(run, device):
             found.append(
                 interdependence(

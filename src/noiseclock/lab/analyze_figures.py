@@ -104,7 +104,7 @@ def utility(utilities: Sequence[Utility]) -> Figure:
         place.set_title(f"objective: {target}")
         place.set_xlabel(TIME)
         _time(place)
-    axes[0, 0].set_ylabel("an update at this time alone\nlowers the objective by, in per cent")
+    axes[0, 0].set_ylabel("an update at this time alone lowers the\nobjective by, to first order, in per cent")
     _legend(figure, axes[0, 0], f"{utilities[0].schedule} schedule, after update")
     return figure
 
