@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import noiseclock as nc
 from noiseclock.core.objectives import OBJECTIVES
 from noiseclock.core.record import Record
+from noiseclock.core.streams import independent, places
 from noiseclock.core.weightings import WEIGHTINGS
 from small_loops import FIXED, Denoiser, Probing, data, train
 
@@ -100,6 +101,22 @@ def test_a_short_last_batch_is_drawn_as_well():
     clock = nc.Clock("linear", "uniform")
     clock.draw(data(16), micro=(0, 2))
     assert len(clock.draw(data(3), micro=(1, 2)).time) == 3
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (8, 5), (8, 8, 8, 5), (8, 4, 3)])
+def test_independent_times_of_unequal_micro_batches_do_not_repeat(sizes):
+    clocks = [nc.Clock("flow", nc.Independent(), rank=rank, world_size=2) for rank in range(2)]
+    for _ in range(2):
+        times = torch.cat([clock.draw(data(n), micro=(i, len(sizes))).time for clock in clocks for i, n in enumerate(sizes)])
+        assert len(times.unique()) == len(times)
+
+
+def test_independent_times_of_equal_micro_batches_are_consecutive_places_of_one_stream():
+    clock = nc.Clock("flow", nc.Independent(), seed=7)
+    for update in (1, 2):
+        for i in range(3):
+            expected = independent(places(7, 5, part=i, parts=3), torch.tensor(update), 5)
+            assert torch.equal(clock.draw(data(5), micro=(i, 3)).time, expected)
 
 
 # --- base and correction -----------------------------------------------------------------------------------------------------------------
