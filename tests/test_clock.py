@@ -442,6 +442,8 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
 
 # --- bad input ---------------------------------------------------------------------------------------------------------------------------
 
+EARLY, LATE = nc.Truncated(nc.Uniform(), 0.0, 0.5), nc.Truncated(nc.Uniform(), 0.7, 1.0)
+
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
@@ -456,7 +458,32 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
         (
             lambda: nc.Clock("linear", nc.Truncated(nc.Uniform(), 0.2, 1.0), correct="importance"),
             ValueError,
-            r"needs a sampler that covers the base: .* draws from \[0.2, 1\] only",
+            r"needs a sampler that covers the base: .* covers \[0.2, 1\] only",
+        ),
+        (  # nothing is drawn between 0.2 and 0.7
+            lambda: nc.Clock("flow", nc.Mixture(nc.Truncated(nc.Uniform(), 0.0, 0.2), LATE), correct="importance"),
+            ValueError,
+            r"needs a sampler that covers the base: .* covers \[0.7, 1\] only",
+        ),
+        (  # a base that the sampler covers at first, and then no longer
+            lambda: nc.Clock("flow", EARLY, base=nc.Annealed(EARLY, nc.Uniform()), correct="importance"),
+            ValueError,
+            r"covers \[0, 0.5\] only, .* reaches over \[0, 1\]",
+        ),
+        (
+            lambda: nc.Clock("flow", LATE, base=nc.Mixture(nc.Truncated(nc.Uniform(), 0.0, 0.2), LATE), correct="importance"),
+            ValueError,
+            r"covers \[0.7, 1\] only, .* reaches over \[0, 1\]",
+        ),
+        (
+            lambda: nc.Clock("linear", "uniform", base="loss-second-moment", correct="importance"),
+            ValueError,
+            r"the base is the density that the objective means, which cannot be learned, got LossSecondMoment\(",
+        ),
+        (
+            lambda: nc.Clock("linear", "uniform", base=nc.Mixture(nc.Uniform(), nc.VarianceOptimal()), correct="importance"),
+            ValueError,
+            r"which cannot be learned, got Mixture\(",
         ),
         (lambda: nc.Clock("cosine", nc.SpeeD(schedule=nc.schedule("linear"))), ValueError, "was made for Linear"),
         (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(4, 2, dtype=torch.uint8)), TypeError, "scaled to .* got torch.uint8"),

@@ -121,6 +121,8 @@ class Adaptive(Sampler):
     def _bind(self, setting: Setting) -> None:
         self._setting = setting
         schedule = setting.schedule
+        if self.cells < 3:
+            raise ValueError(f"Adaptive compares at least three times, but the schedule has only {self.cells} steps; use another sampler")
         if self.stride > self.cells // 3:
             raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe; lower `stride`")
         grid = (torch.arange(self.stride // 2, self.cells, self.stride, device="cpu", dtype=torch.float64) + 0.5) / self.cells
