@@ -196,6 +196,32 @@ def test_a_closure_that_draws_many_times_is_one_update():
     assert not torch.equal(draws[0], draws[1])
 
 
+def test_a_closure_that_draws_many_times_is_probed_once_before_the_first_of_its_evaluations():
+    """Each evaluation clears the gradients, as after a step that a GradScaler has skipped."""
+    model = Denoiser()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    probed, before, batches = [], clock.sampler.before, []
+    clock.sampler.before = lambda probe: (probed.append(model.net[0].weight.detach().clone()), before(probe))
+
+    def closure():
+        optimizer.zero_grad()
+        batches.append(clock.draw(data(), predict=model))
+        loss = clock.loss(batches[-1], model(batches[-1].x_t, batches[-1].t)).mean()
+        loss.backward()
+        return loss
+
+    for update in range(4):  # a probe is due at the first and at the last
+        start, first = model.net[0].weight.detach().clone(), len(batches)
+        optimizer.step(closure)
+        assert len(batches) > first + 1
+        if update in (0, 3):
+            assert torch.equal(probed.pop(), start)
+            assert clock.sampler.seen[-1][2] is batches[first]
+        assert not probed
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("probing", [False, True], ids=["fixed", "probing"])
 def test_a_step_skipped_by_a_grad_scaler_does_not_count(fused, probing):
