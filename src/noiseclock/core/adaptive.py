@@ -305,14 +305,13 @@ class Adaptive(Sampler):
             probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast,
             rows=None if probe.rows >= size else probe.rows,
         )  # fmt: skip
-        rows = alone.rows
+        alone.lowered = probe.lowered
         grid = self._grid.on(device)
         # shares follow the process group that gathers them, not the `rank` and `world_size` given to the clock
         share = math.ceil(len(grid) / ranks.count())
         mine = (torch.arange(share, device=device) + ranks.mine() * share) % len(grid)
         losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)
-        if alone.rows < rows:  # memory ran out
-            probe.rows = alone.rows
+        probe.rows = min([probe.rows, *probe.lowered])  # lower if memory ran out
         return torch.cat(ranks.gathered(losses))[: len(grid)]
 
     def _learn(self, x0: Tensor, time: Tensor, reward: Tensor, usable: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:

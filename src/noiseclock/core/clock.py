@@ -312,6 +312,7 @@ class Clock:
         self._waiting = 0
         if probe is not None and self._batch is not None:
             self.sampler.after(probe, self._batch)
+            self._remember_rows(probe)
             self._next_probe = self._updates - 1 + self.sampler.every
         if self._advance() or probe is not None:
             self._refresh()
@@ -361,11 +362,13 @@ class Clock:
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
             optimizer=self.optimizer,
         )  # fmt: skip
-        rows = probe.rows
         self.sampler.before(probe)
-        if probe.rows < rows:  # memory ran out, and would run out again at the next probe
-            self.probe_rows = probe.rows
+        self._remember_rows(probe)
         self._probe = probe
+
+    def _remember_rows(self, probe: Probe) -> None:
+        if probe.lowered:  # memory ran out, and would run out again at the next probe
+            self.probe_rows = min(probe.lowered)
 
     def _too_small(self, x0: Tensor) -> bool:
         least = self.sampler.least_batch
