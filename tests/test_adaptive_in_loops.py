@@ -67,6 +67,12 @@ def test_images_latents_and_conditioning():
     assert nc.Clock("linear", nc.Adaptive()).sampler.learning_rate == 0.01
 
 
+@pytest.mark.parametrize(("beta_schedule", "rate"), [("linear", 0.01), ("scaled_linear", 0.001), ("squaredcos_cap_v2", 0.001)])
+def test_the_policy_learns_as_fast_on_the_linear_schedule_of_diffusers(beta_schedule, rate):
+    scheduler = pytest.importorskip("diffusers").DDPMScheduler(beta_schedule=beta_schedule)
+    assert nc.Clock(scheduler, nc.Adaptive()).sampler.learning_rate == rate
+
+
 def test_accumulation_probes_the_first_micro_batch():
     torch.manual_seed(0)
     model = Denoiser(width=16)

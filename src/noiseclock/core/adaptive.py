@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from noiseclock.core.later import Later
 from noiseclock.core.policy import BetaCells, Policy, draw_cells
 from noiseclock.core.probes import Probe, take_rows
 from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
-from noiseclock.core.schedules import Discrete, Linear, Quadratic
+from noiseclock.core.schedules import Betas, Discrete, Linear, Quadratic
 from noiseclock.core.selection import SELECTORS, Queue, r_squared
 from noiseclock.core.streams import finalize
 from noiseclock.core.table import Table, cell, lasting, wide
@@ -160,7 +161,10 @@ class Adaptive(Sampler):
         """The learning rate of the policy."""
         if self.lr is not None:
             return self.lr
-        return 0.01 if type(self._bound.schedule) in (Linear, Quadratic) else 0.001
+        schedule = self._bound.schedule
+        if isinstance(schedule, Betas):  # a diffusers scheduler's, which may be linear too; float32 rounds them by 6e-8
+            return 0.01 if np.allclose(schedule.betas, np.linspace(schedule.betas[0], schedule.betas[-1], schedule.steps), rtol=1e-6) else 0.001
+        return 0.01 if type(schedule) in (Linear, Quadratic) else 0.001
 
     def _policy_for(self, x0: Tensor) -> Policy:
         shape = tuple(x0.shape[1:])
