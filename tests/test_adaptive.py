@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import noiseclock as nc
 from gaussians import Denoiser, ring, started, train
@@ -233,6 +234,30 @@ def test_state_is_plain_and_survives_a_safe_load(tmp_path):
     other, _, _ = started(nc.Adaptive(every=2), steps=0)
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert np.array_equal(other.plot_data().p, clock.plot_data().p)
+
+
+def test_a_state_learned_on_samples_of_another_shape_is_refused():
+    state = started(nc.Adaptive(every=2))[0].state_dict()
+    fresh, used = (started(nc.Adaptive(every=2), steps=0)[0] for _ in range(2))
+    model = nn.Linear(3, 3)
+    for clock in (fresh, used):
+        clock.attach(torch.optim.Adam(model.parameters()), model=model)
+    used.draw(torch.zeros(4, 3), predict=lambda x, t: model(x))
+    with pytest.raises(ValueError, match=r"has learned on samples of shape \(3,\), the state's on \(2,\)"):
+        used.load_state_dict(state)
+    fresh.load_state_dict(state)  # the shape of the samples shows at the first draw, and then at every one
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"has learned on samples of shape \(2,\), got \(3,\)"):
+            fresh.draw(torch.zeros(4, 3), predict=lambda x, t: model(x))
+
+
+def test_a_state_of_before_the_first_draw_takes_a_used_sampler_back_to_the_start():
+    beginning = copy.deepcopy(started(nc.Adaptive.scaled(every=2), steps=0)[0].state_dict())
+    fresh, used = (started(nc.Adaptive.scaled(every=2), steps=steps) for steps in (0, 6))
+    used[0].load_state_dict(beginning)
+    used[1].load_state_dict(fresh[1].state_dict())
+    used[2].load_state_dict(fresh[2].state_dict())
+    assert train(*used, steps=6, seed=50) == train(*fresh, steps=6, seed=50)
 
 
 def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():

@@ -67,6 +67,12 @@ def test_images_latents_and_conditioning():
     assert nc.Clock("linear", nc.Adaptive()).sampler.learning_rate == 0.01
 
 
+@pytest.mark.parametrize(("beta_schedule", "rate"), [("linear", 0.01), ("scaled_linear", 0.001), ("squaredcos_cap_v2", 0.001)])
+def test_the_policy_learns_as_fast_on_the_linear_schedule_of_diffusers(beta_schedule, rate):
+    scheduler = pytest.importorskip("diffusers").DDPMScheduler(beta_schedule=beta_schedule)
+    assert nc.Clock(scheduler, nc.Adaptive()).sampler.learning_rate == rate
+
+
 def test_accumulation_probes_the_first_micro_batch():
     torch.manual_seed(0)
     model = Denoiser(width=16)
@@ -248,6 +254,7 @@ def test_a_selection_no_better_than_chance_is_said():
         (lambda: nc.Adaptive(floor=0.0), ValueError, "so that every time can be drawn, got 0"),
         (lambda: nc.Adaptive(lr=-1.0), ValueError, "lr must be positive"),
         (lambda: nc.Adaptive().sample(3), ValueError, "learns from a Clock"),
+        (lambda: nc.Clock(nc.schedule("linear", steps=2), "adaptive"), ValueError, "at least three times, but the schedule has only 2 steps; use"),
         (lambda: nc.Clock("linear", nc.Adaptive(stride=500)), ValueError, "leaves fewer than three of 1000 times"),
         (lambda: nc.Clock(SCHEDULE, nc.Adaptive(count=25)), ValueError, "count is 25, but the probe grid has only 20 times"),
         (lambda: nc.Clock("linear", "adaptive").draw(torch.zeros(4, 2)), ValueError, "Adaptive probes the model"),

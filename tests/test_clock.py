@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import noiseclock as nc
 from noiseclock.core.objectives import OBJECTIVES
 from noiseclock.core.record import Record
+from noiseclock.core.streams import independent, places
 from noiseclock.core.weightings import WEIGHTINGS
 from small_loops import FIXED, Denoiser, Probing, data, train
 
@@ -102,6 +103,22 @@ def test_a_short_last_batch_is_drawn_as_well():
     assert len(clock.draw(data(3), micro=(1, 2)).time) == 3
 
 
+@pytest.mark.parametrize("sizes", [(4, 3), (8, 5), (8, 8, 8, 5), (8, 4, 3)])
+def test_independent_times_of_unequal_micro_batches_do_not_repeat(sizes):
+    clocks = [nc.Clock("flow", nc.Independent(), rank=rank, world_size=2) for rank in range(2)]
+    for _ in range(2):
+        times = torch.cat([clock.draw(data(n), micro=(i, len(sizes))).time for clock in clocks for i, n in enumerate(sizes)])
+        assert len(times.unique()) == len(times)
+
+
+def test_independent_times_of_equal_micro_batches_are_consecutive_places_of_one_stream():
+    clock = nc.Clock("flow", nc.Independent(), seed=7)
+    for update in (1, 2):
+        for i in range(3):
+            expected = independent(places(7, 5, part=i, parts=3), torch.tensor(update), 5)
+            assert torch.equal(clock.draw(data(5), micro=(i, 3)).time, expected)
+
+
 # --- base and correction -----------------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +194,32 @@ def test_a_closure_that_draws_many_times_is_one_update():
     assert clock.updates == 2
     assert len(draws) > 2
     assert not torch.equal(draws[0], draws[1])
+
+
+def test_a_closure_that_draws_many_times_is_probed_once_before_the_first_of_its_evaluations():
+    """Each evaluation clears the gradients, as after a step that a GradScaler has skipped."""
+    model = Denoiser()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    probed, before, batches = [], clock.sampler.before, []
+    clock.sampler.before = lambda probe: (probed.append(model.net[0].weight.detach().clone()), before(probe))
+
+    def closure():
+        optimizer.zero_grad()
+        batches.append(clock.draw(data(), predict=model))
+        loss = clock.loss(batches[-1], model(batches[-1].x_t, batches[-1].t)).mean()
+        loss.backward()
+        return loss
+
+    for update in range(4):  # a probe is due at the first and at the last
+        start, first = model.net[0].weight.detach().clone(), len(batches)
+        optimizer.step(closure)
+        assert len(batches) > first + 1
+        if update in (0, 3):
+            assert torch.equal(probed.pop(), start)
+            assert clock.sampler.seen[-1][2] is batches[first]
+        assert not probed
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -425,6 +468,8 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
 
 # --- bad input ---------------------------------------------------------------------------------------------------------------------------
 
+EARLY, LATE = nc.Truncated(nc.Uniform(), 0.0, 0.5), nc.Truncated(nc.Uniform(), 0.7, 1.0)
+
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
@@ -439,7 +484,32 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
         (
             lambda: nc.Clock("linear", nc.Truncated(nc.Uniform(), 0.2, 1.0), correct="importance"),
             ValueError,
-            r"needs a sampler that covers the base: .* draws from \[0.2, 1\] only",
+            r"needs a sampler that covers the base: .* covers \[0.2, 1\] only",
+        ),
+        (  # nothing is drawn between 0.2 and 0.7
+            lambda: nc.Clock("flow", nc.Mixture(nc.Truncated(nc.Uniform(), 0.0, 0.2), LATE), correct="importance"),
+            ValueError,
+            r"needs a sampler that covers the base: .* covers \[0.7, 1\] only",
+        ),
+        (  # a base that the sampler covers at first, and then no longer
+            lambda: nc.Clock("flow", EARLY, base=nc.Annealed(EARLY, nc.Uniform()), correct="importance"),
+            ValueError,
+            r"covers \[0, 0.5\] only, .* reaches over \[0, 1\]",
+        ),
+        (
+            lambda: nc.Clock("flow", LATE, base=nc.Mixture(nc.Truncated(nc.Uniform(), 0.0, 0.2), LATE), correct="importance"),
+            ValueError,
+            r"covers \[0.7, 1\] only, .* reaches over \[0, 1\]",
+        ),
+        (
+            lambda: nc.Clock("linear", "uniform", base="loss-second-moment", correct="importance"),
+            ValueError,
+            r"the base is the density that the objective means, which cannot be learned, got LossSecondMoment\(",
+        ),
+        (
+            lambda: nc.Clock("linear", "uniform", base=nc.Mixture(nc.Uniform(), nc.VarianceOptimal()), correct="importance"),
+            ValueError,
+            r"which cannot be learned, got Mixture\(",
         ),
         (lambda: nc.Clock("cosine", nc.SpeeD(schedule=nc.schedule("linear"))), ValueError, "was made for Linear"),
         (lambda: nc.Clock("linear", "uniform").draw(torch.zeros(4, 2, dtype=torch.uint8)), TypeError, "scaled to .* got torch.uint8"),

@@ -364,6 +364,26 @@ def test_a_probe_that_runs_out_of_memory_halves_its_rows_warns_and_remembers():
         nc.Clock("linear", Probing()).draw(data(), predict=Never(2, 2))
 
 
+@pytest.mark.parametrize("samples", [16, 10])
+def test_a_probe_after_the_update_that_runs_out_of_memory_is_remembered_too(samples):
+    """VarianceOptimal measures copies of its probe, in float32 and with fewer samples."""
+
+    class Small(Denoiser):
+        def forward(self, x, t):
+            if not self.training and len(x) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x, t)
+
+    model = Small()
+    optimizer = torch.optim.Adam(model.parameters())
+    clock = nc.Clock("linear", nc.VarianceOptimal(every=1, samples=samples)).attach(optimizer)
+    with pytest.warns(UserWarning, match="ran out of memory") as told:
+        train(clock, model, optimizer, steps=4)
+    assert len(told) == 2  # both in the first probe: to 8 or 5 rows, then to 4 or 3
+    assert clock.probe_rows == {16: 4, 10: 3}[samples]
+    assert clock.sampler.probes == 4
+
+
 def _sharded(rank: int, port: int, results) -> None:
     from torch.distributed.fsdp import fully_shard
 

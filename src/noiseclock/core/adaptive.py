@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from noiseclock.core.later import Later
 from noiseclock.core.policy import BetaCells, Policy, draw_cells
 from noiseclock.core.probes import Probe, take_rows
 from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
-from noiseclock.core.schedules import Discrete, Linear, Quadratic
+from noiseclock.core.schedules import Betas, Discrete, Linear, Quadratic
 from noiseclock.core.selection import SELECTORS, Queue, r_squared
 from noiseclock.core.streams import finalize
 from noiseclock.core.table import Table, cell, lasting, wide
@@ -121,6 +122,8 @@ class Adaptive(Sampler):
     def _bind(self, setting: Setting) -> None:
         self._setting = setting
         schedule = setting.schedule
+        if self.cells < 3:
+            raise ValueError(f"Adaptive compares at least three times, but the schedule has only {self.cells} steps; use another sampler")
         if self.stride > self.cells // 3:
             raise ValueError(f"Adaptive: stride {self.stride} leaves fewer than three of {self.cells} times to probe; lower `stride`")
         grid = (torch.arange(self.stride // 2, self.cells, self.stride, device="cpu", dtype=torch.float64) + 0.5) / self.cells
@@ -135,6 +138,7 @@ class Adaptive(Sampler):
         self._health = Health()
         self._skipped, self._chance = 0, 0
         self._reward = torch.zeros(3, dtype=torch.float64, device="cpu")  # running count, sum and sum of squares
+        self._shape: tuple[int, ...] = ()  # of a sample; () until one is known
         self._policy: Policy | None = None
         self._optimizer: torch.optim.Adam | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -157,24 +161,29 @@ class Adaptive(Sampler):
         """The learning rate of the policy."""
         if self.lr is not None:
             return self.lr
-        return 0.01 if type(self._bound.schedule) in (Linear, Quadratic) else 0.001
+        schedule = self._bound.schedule
+        if isinstance(schedule, Betas):  # a diffusers scheduler's, which may be linear too; float32 rounds them by 6e-8
+            return 0.01 if np.allclose(schedule.betas, np.linspace(schedule.betas[0], schedule.betas[-1], schedule.steps), rtol=1e-6) else 0.001
+        return 0.01 if type(schedule) in (Linear, Quadratic) else 0.001
 
     def _policy_for(self, x0: Tensor) -> Policy:
         shape = tuple(x0.shape[1:])
+        if shape != (self._shape or shape):
+            raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, got {shape}; use a new clock for another shape")
         if self._policy is None:
-            with lasting(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                # The same weights on every rank. Only the host's generator is seeded: torch.manual_seed would seed those of all GPUs too.
-                torch.default_generator.manual_seed(0)
-                policy = Policy(shape, self.hidden)
+            self._shape, policy = shape, self._new_policy(shape)
             with lasting():
-                self._policy = policy.to(x0.device, torch.float32)  # whatever torch's default dtype is
+                self._policy = policy.to(x0.device)
             self._optimizer = torch.optim.Adam(self._policy.parameters(), lr=self.learning_rate, fused=True)
-            self._shape = shape
             if self._saved is not None:
                 self._restore(self._saved)
-        if shape != self._shape:
-            raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, got {shape}; use a new clock for another shape")
         return self._policy
+
+    def _new_policy(self, shape: tuple[int, ...]) -> Policy:
+        """A policy that has learned nothing, on the host: the same weights on every rank, float32 whatever torch's default dtype is."""
+        with lasting(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)  # only the host's generator: torch.manual_seed would seed those of all GPUs too
+            return Policy(shape, self.hidden).float()
 
     # --- the density --------------------------------------------------------------------------------------------------------------------
 
@@ -303,14 +312,13 @@ class Adaptive(Sampler):
             probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast,
             rows=None if probe.rows >= size else probe.rows,
         )  # fmt: skip
-        rows = alone.rows
+        alone.lowered = probe.lowered
         grid = self._grid.on(device)
         # shares follow the process group that gathers them, not the `rank` and `world_size` given to the clock
         share = math.ceil(len(grid) / ranks.count())
         mine = (torch.arange(share, device=device) + ranks.mine() * share) % len(grid)
         losses = alone.losses(grid[mine], torch.zeros_like(mine), mine % size)
-        if alone.rows < rows:  # memory ran out
-            probe.rows = alone.rows
+        probe.rows = min([probe.rows, *probe.lowered])  # lower if memory ran out
         return torch.cat(ranks.gathered(losses))[: len(grid)]
 
     def _learn(self, x0: Tensor, time: Tensor, reward: Tensor, usable: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
@@ -436,9 +444,11 @@ class Adaptive(Sampler):
         self._queue.check(state["queue"])
         if not isinstance(state["mean"], Tensor) or state["mean"].shape != self._mean.values.shape:
             raise ValueError(f"Adaptive: the density in the state must have {self.cells} times")
-        if state["shape"]:
+        if shape := tuple(state["shape"]):
+            if self._policy is not None and shape != self._shape:
+                raise ValueError(f"this Adaptive has learned on samples of shape {self._shape}, the state's on {shape}; use a new clock")
             with torch.device("meta"):
-                wanted = Policy(tuple(state["shape"]), self.hidden).state_dict()
+                wanted = Policy(shape, self.hidden).state_dict()
             if {n: v.shape for n, v in wanted.items()} != {n: v.shape for n, v in state["policy"].items()}:
                 raise ValueError("Adaptive: the policy network in the state has other layer sizes than this one; `hidden` must be the same")
         self.probes, self._skipped, self._chance = int(state["probes"]), int(state["skipped"]), int(state["chance"])
@@ -449,14 +459,15 @@ class Adaptive(Sampler):
         self._saved = dict(state)
         if self._policy is not None:
             self._restore(self._saved)
+        else:
+            self._shape = shape
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         assert self._policy is not None
         assert self._optimizer is not None
         self._saved = None
-        if not state["shape"]:
-            return
-        self._policy.load_state_dict(state["policy"])
+        # a state of before the first draw has no policy: it takes a policy that has learned since back to the start
+        self._policy.load_state_dict(state["policy"] if state["shape"] else self._new_policy(self._shape).state_dict())
         moments: dict[int, dict[str, Tensor]] = {}
         for key, value in state["optimizer"].items():
             i, name = key.split(".")

@@ -33,6 +33,7 @@ from noiseclock.core.samplers import Sampler, Setting, Uniform
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
 from noiseclock.core.table import Table, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
+from noiseclock.core.wrappers import learns, reach
 
 VERSION = 1  # of the state; raised when older states can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
@@ -93,7 +94,8 @@ class Clock:
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._stepping = False  # does the optimiser's step run? Then a draw belongs to it, as those of a closure do
         self._hook_counts: bool | None = None  # does the hook see all updates? None before the first, False after a capture: replays run no hook
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
@@ -124,12 +126,14 @@ class Clock:
         return f"Clock({self.schedule}, {self.sampler}, {self.weighting}, {self.objective}, base={self.base}, {correct=}, seed={self.seed})"
 
     def _check_base(self) -> None:
+        if learns(self.base):
+            raise ValueError(f"the base is the density that the objective means, which cannot be learned, got {self.base}; give a fixed density")
         if not self.corrected and self.base != Uniform():
             raise ValueError(f"base={self.base} has no effect without importance correction; pass correct='importance'")
-        (lo, hi), (base_lo, base_hi) = self.sampler.support, self.base.support
+        (lo, hi), (base_lo, base_hi) = self.sampler.support, reach(self.base)
         if self.corrected and (lo > base_lo or hi < base_hi):
             raise ValueError(
-                f"importance correction needs a sampler that covers the base: {self.sampler} draws from [{lo:g}, {hi:g}] only, {self.base} covers "
+                f"importance correction needs a sampler that covers the base: {self.sampler} covers [{lo:g}, {hi:g}] only, {self.base} reaches over "
                 f"[{base_lo:g}, {base_hi:g}]; mix the sampler with the base (Mixture), restrict the base, or pass correct='none'"
             )
 
@@ -221,7 +225,7 @@ class Clock:
         """
         batch = self.draw(x0, predict=predict, cond=cond or None)
         yield self.loss(batch, call(predict, batch.x_t, batch.t, batch.cond))
-        if self._hook is None:
+        if not self._hooks:
             self.updated()
 
     def _correction(self, draw: Draw, x0: Tensor) -> Tensor:
@@ -250,7 +254,7 @@ class Clock:
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Any, *, model: nn.Module | None = None) -> Self:
-        """Count the optimiser's updates from now on, by a hook that runs after each of its steps; returns the clock.
+        """Count the optimiser's updates from now on, by hooks around each of its steps; returns the clock.
 
         model: the module that a probe puts into evaluation mode, if it cannot be found from `predict`.
         """
@@ -259,15 +263,19 @@ class Clock:
             raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; without one, call clock.updated() after each update")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; put several into nn.ModuleList([...])")
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
         self._hook_counts = None
         self.optimizer = optimizer
         self._model = None if model is None else [model]
         return self
 
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping = True
+
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepping = False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._hook_counts = False
             return  # a capture makes no update; the user reports each replay by `updated`
@@ -304,6 +312,7 @@ class Clock:
         self._waiting = 0
         if probe is not None and self._batch is not None:
             self.sampler.after(probe, self._batch)
+            self._remember_rows(probe)
             self._next_probe = self._updates - 1 + self.sampler.every
         if self._advance() or probe is not None:
             self._refresh()
@@ -353,11 +362,13 @@ class Clock:
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
             optimizer=self.optimizer,
         )  # fmt: skip
-        rows = probe.rows
         self.sampler.before(probe)
-        if probe.rows < rows:  # memory ran out, and would run out again at the next probe
-            self.probe_rows = probe.rows
+        self._remember_rows(probe)
         self._probe = probe
+
+    def _remember_rows(self, probe: Probe) -> None:
+        if probe.lowered:  # memory ran out, and would run out again at the next probe
+            self.probe_rows = min(probe.lowered)
 
     def _too_small(self, x0: Tensor) -> bool:
         least = self.sampler.least_batch
@@ -384,7 +395,7 @@ class Clock:
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
                 "call clock.attach(optimizer), or clock.updated() after each update"
             )
-        if self._paired and self._without_gradients():
+        if self._paired and not self._stepping and self._without_gradients():
             self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
@@ -484,8 +495,8 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: references to the optimiser, the model and the current step are left out. Attach the copy again."""
-        left = {"_hook": None, "_hook_counts": None, "optimizer": None, "_model": None, "_probe": None, "_batch": None, "_paired": False}
-        return {**self.__dict__, **left}
+        hooks = {"_hooks": [], "_stepping": False, "_hook_counts": None, "optimizer": None}
+        return {**self.__dict__, **hooks, "_model": None, "_probe": None, "_batch": None, "_paired": False}
 
 
 def _objective(given: str | Objective | None, schedule: Any) -> Objective:

@@ -162,6 +162,7 @@ class Probe:
             self.x0 = x0.detach().clone()
         self.noise, self.cond = noise, cond
         self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
+        self.lowered: list[int] = []  # `rows` each time that memory ran out; copies of a probe share this list
         self.optimizer = optimizer
         self.lost: Tensor | None = None
         self._exact = False
@@ -201,6 +202,7 @@ class Probe:
                 if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):
                     raise
             self.rows = -(-self.rows // 2)
+            self.lowered.append(self.rows)
             warn(f"a probe of the model ran out of memory; it continues with {self.rows} samples at a time")
 
     def _losses(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
