@@ -6,7 +6,8 @@ python docs/results.py
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ PAGE = Path(__file__).with_name("results.md")
 RAW = PAGE.parent.parent / "benchmarks" / "results"
 STEPS = (5_000, 10_000, 20_000)
 EVALUATED = (5_000, 10_000, 15_000, 20_000)
+ABLATION = re.compile("(k|lam|tau|count|select)=")  # in a method's name
 
 
 def ruler() -> list[str]:
@@ -44,17 +46,28 @@ def sprint(folder: str) -> list[str]:
     return lines(["", *fids, "at equal time", "against uniform", "speed-up", "bits/dim", "held-out loss", "KID", "seeds"], rows)
 
 
-def stopped(folder: str) -> list[str]:
-    """What was not: the measures at the first evaluation."""
-    first = read(RAW / folder, at=STEPS[0])
+def stopped(folder: str, *steps: int) -> list[str]:
+    """What was not, but for ablations: FID through training, and the other measures at the last of these steps."""
     finished = {row.method for row in table(read(RAW / folder, at=STEPS[-1]), "frechet").rows if row.final.n}
-    fid, *measures = (table(first, metric) for metric in ("frechet", "bits", "validation", "kernel"))
+    return early(folder, steps, lambda method: method not in finished and not ABLATION.search(method))
+
+
+def ablation(folder: str, method: str) -> list[str]:
+    """A method with each of its settings that was tried, at the first evaluation."""
+    kind = method.partition("+")[0]
+    return early(folder, STEPS[:1], lambda other: other == method or (other.startswith(kind) and bool(ABLATION.search(other))))
+
+
+def early(folder: str, steps: Sequence[int], wanted: Callable[[str], bool]) -> list[str]:
+    """FID at these steps, and the other measures at the last of them."""
+    through = [table(read(RAW / folder, at=step), "frechet") for step in steps]
+    measures = [table(read(RAW / folder, at=steps[-1]), metric) for metric in ("bits", "validation", "kernel")]
     rows = [
-        [f"`{row.method}`", str(row.final), fid.lines[i][4], *(str(t.rows[i].final) for t in measures)]
-        for i, row in enumerate(fid.rows)
-        if row.method not in finished and row.final.n
+        [f"`{row.method}`", *(str(t.rows[i].final) for t in through), through[-1].lines[i][4], *(str(t.rows[i].final) for t in measures)]
+        for i, row in enumerate(through[-1].rows)
+        if wanted(row.method) and row.final.n
     ]
-    return lines(["", "FID, 5k", "against uniform", "bits/dim", "held-out loss", "KID"], rows)
+    return lines(["", *(f"FID, {step // 1000}k" for step in steps), "against uniform", "bits/dim", "held-out loss", "KID"], rows)
 
 
 def solvers(folder: str) -> list[str]:
@@ -102,8 +115,10 @@ TABLES = {
     "ruler": ruler,
     "headline": partial(sprint, "cifar10-headline"),
     "linear": partial(sprint, "cifar10-sprint-20k"),
-    "linear, stopped": partial(stopped, "cifar10-sprint-20k"),
+    "linear, stopped": partial(stopped, "cifar10-sprint-20k", *STEPS[:1]),
+    "settings of SpeeD": partial(ablation, "cifar10-sprint-20k", "speed+change-aware"),
     "cosine": partial(sprint, "cifar10-sprint-cosine"),
+    "cosine, stopped": partial(stopped, "cifar10-sprint-cosine", *EVALUATED[:3]),
     "solvers": partial(solvers, "cifar10-sprint-cosine"),
     "what FID follows": partial(followed, "cifar10-sprint-20k"),
 }
