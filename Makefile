@@ -12,7 +12,7 @@ READY := .venv/.ready
 .PHONY: demo test test-slow test-integrations lint docs wheel format clean
 
 demo: $(READY)
-	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm variance-optimal:every=8,warmup=5 \
+	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm variance-optimal \
 		--seeds 3 --out results/demo --updates 240 --every 120 --batch 32 --channels 16 --lr 2e-3 --warmup 30 --ema 0.98 --samples 400 --solver-steps 15 --vlb-images 0 --jobs 2
 
 test: $(READY)

@@ -43,7 +43,7 @@ def losses(net: torch.nn.Module) -> torch.Tensor:
 
 
 samplers: dict[str, nc.Sampler] = {"uniform": nc.Uniform(), "loss-second-moment": nc.LossSecondMoment()}
-samplers |= {"variance-optimal": nc.VarianceOptimal(every=10, warmup=3), "adaptive": nc.Adaptive.scaled(every=10, stride=10)}  # there are few updates
+samplers |= {"variance-optimal": nc.VarianceOptimal(), "adaptive": nc.Adaptive.scaled(every=10, stride=10)}  # there are few updates
 found: dict[str, list[torch.Tensor]] = {name: [] for name in ("before", *samplers)}
 for seed in range(args.seeds):
     torch.manual_seed(seed)

@@ -27,7 +27,7 @@ class Digits(ClockMixin, L.LightningModule):
     def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64 + 16, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 64))
-        self.clock = nc.Clock("linear", nc.VarianceOptimal(every=20, warmup=5), nc.MinSNR(5))
+        self.clock = nc.Clock("linear", nc.VarianceOptimal(), nc.MinSNR(5))
 
     def predict(self, x_t: Tensor, t: Tensor) -> Tensor:
         angles = t[:, None] / 1000 * torch.pi * 2 ** torch.arange(8, device=t.device)

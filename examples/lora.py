@@ -44,7 +44,7 @@ def train(unet: UNet2DConditionModel, sampler: nc.Sampler, which: torch.Tensor, 
 
 
 samplers: dict[str, nc.Sampler] = {"uniform": nc.Uniform(), "loss-second-moment": nc.LossSecondMoment()}
-samplers |= {"variance-optimal": nc.VarianceOptimal(every=10, warmup=3), "adaptive": nc.Adaptive.scaled(every=10, stride=10)}  # there are few updates
+samplers |= {"variance-optimal": nc.VarianceOptimal(), "adaptive": nc.Adaptive.scaled(every=10, stride=10)}  # there are few updates
 found: dict[str, list[float]] = {name: [] for name in ("before", *samplers)}
 for seed in range(args.seeds):
     torch.manual_seed(seed)

@@ -212,7 +212,7 @@ def test_plans():
     assert analyze.planned(digits, 1437).stages[-1] == round(20 * 1437 / 64)  # twenty epochs
     assert analyze.planned(cifar10, 50_000).stages == (391, 781, 1953, 3906, 7812)
     assert analyze.planned(cifar10, 50_000).probing == ()  # as they are
-    assert analyze.planned(digits, 1437).probing == ("adaptive:every=4,stride=10", "variance-optimal:every=4")
+    assert analyze.planned(digits, 1437).probing == ("adaptive:every=4,stride=10",)
     assert analyze.planned(replace(digits, updates=30), 1437).stages[-1] == 30
     assert analyze.planned(digits, 1437, quick=True).stages[-1] < 50
     for stages in ((), (0, 1), (2, 2), (3, 1)):

@@ -313,7 +313,7 @@ class Clock:
         if probe is not None and self._batch is not None:
             self.sampler.after(probe, self._batch)
             self._remember_rows(probe)
-            self._next_probe = self._updates - 1 + self.sampler.every
+            self._next_probe = self._updates - 1 + self.sampler.pause
         if self._advance() or probe is not None:
             self._refresh()
 

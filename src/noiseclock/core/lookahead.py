@@ -93,9 +93,9 @@ class Lookahead(Priced):
 
     Use it for its `curve`: c(t) and its standard error. As a sampler it was not better than the uniform one (docs/choose.md).
 
-    target: "simple" (the plain error of the noise), "min-snr", "vlb", or a weighting. every: optimiser updates between probes; a probe takes a
-    gradient on half of a batch and two forward passes on the other half. bins: number of time bins. decay: factor on old estimates at each probe.
-    warmup: probes before the density leaves the base. power: 0 stays at the base, 1 samples in proportion to the utility.
+    target: "simple" (the plain error of the noise), "min-snr", "vlb", or a weighting. every: optimiser updates between probes, fewer between the
+    first; a probe takes a gradient on half of a batch and two forward passes on the other half. bins: number of time bins. decay: factor on old
+    estimates at each probe. warmup: probes before the density leaves the base. power: 0 stays at the base, 1 samples in proportion to the utility.
     """
 
     target: str | Weighting = "simple"

@@ -3,6 +3,9 @@
 A price is a number per sample, such as its utility or its squared gradient norm. A probe every `every` updates measures prices at times spread
 evenly over [0, 1]. Prices are noisy, so each time bin keeps an exponentially decaying mean over probes. The error of this mean comes from the spread
 between probes, because the samples of one probe share a direction and are not independent.
+
+The first probes follow one another more quickly, the n-th after a pause of n - 1 updates until that is `every`: otherwise a training of a few hundred
+updates, such as a fine-tuning, would be over before the density has left the base.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ def evenly(n: int, number: float, device: torch.device) -> Tensor:
 class Priced(LearnedDensity):
     """Subclasses are dataclasses with these fields. A subclass measures prices in `_price` and computes the density from them in `_density`.
 
-    every: optimiser updates between probes. bins: number of time bins. decay: factor on old prices at each probe. warmup: probes before the density
-    leaves the base.
+    every: optimiser updates between probes, fewer between the first. bins: number of time bins. decay: factor on old prices at each probe. warmup:
+    probes before the density leaves the base.
     """
 
     every: int
@@ -68,6 +71,10 @@ class Priced(LearnedDensity):
     @property
     def must_know(self) -> bool:
         return False  # a price depends on the current parameters only
+
+    @property
+    def pause(self) -> int:
+        return min(self.every, max(1, self._asked))
 
     def bind(self, setting: Setting) -> Self:
         bound = super().bind(setting)

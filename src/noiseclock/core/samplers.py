@@ -78,6 +78,11 @@ class Sampler(ABC):
         return True
 
     @property
+    def pause(self) -> int:
+        """Optimiser updates from this probe to the next one."""
+        return self.every
+
+    @property
     def needs_updates(self) -> bool:
         """Does the density stay fixed unless a Clock counts the optimiser's updates?"""
         return self.every > 0 or self.counts_updates

@@ -31,10 +31,11 @@ class VarianceOptimal(Priced):
 
     Start with this one if it may cost 4 to 5 % of the training time (docs/choose.md). The model's parameters must be float32; autocast may be on.
 
-    every: optimiser updates between probes; a probe takes two forward passes in float32. samples: samples per probe, over all ranks; the samples of
-    a rank share a direction, which causes most of the noise, so more samples help little. bins: number of time bins. decay: factor on old estimates
-    at each probe. warmup: probes before the density leaves the base. gain: the density stays at the base while the predicted ρ is above this, because
-    little could be gained; it also stays there while the bins differ by less than their standard errors.
+    every: optimiser updates between probes, of which each takes two forward passes in float32; the first ones follow one another after 1, 2, 3, ...
+    updates. samples: samples per probe, over all ranks; the samples of a rank share a direction, which causes most of the noise, so more samples
+    help little. bins: number of time bins. decay: factor on old estimates at each probe. warmup: probes before the density leaves the base; the tenth
+    is after 46 updates. gain: the density stays at the base while the predicted ρ is above this, because little could be gained; it also stays there
+    while the bins differ by less than their standard errors.
     """
 
     every: int = 40

@@ -168,6 +168,10 @@ class Blend(Sampler):
         return max(part.every for part in self._parts)
 
     @property
+    def pause(self) -> int:
+        return max(part.pause for part in self._parts if part.every)
+
+    @property
     def least_batch(self) -> int:  # type: ignore[override]
         return max(part.least_batch for part in self._parts)
 

@@ -173,7 +173,7 @@ def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:
     stages = sorted({max(1, round(last * share)) for share in (0.05, 0.1, 0.25, 0.5, 1)})
     # at least 100 probes: where the paper's settings would give fewer, probe more often and on a coarser grid
     every = max(1, last // 100)
-    return Plan(tuple(stages), recipe.batch, probing=() if last >= 4000 else (f"adaptive:every={every},stride=10", f"variance-optimal:every={every}"))
+    return Plan(tuple(stages), recipe.batch, probing=() if last >= 4000 else (f"adaptive:every={every},stride=10",))
 
 
 def profile(run: Trained, plan: Plan, *, weighted: bool = False, device: str = "cpu") -> Profile:
