@@ -286,7 +286,7 @@ def test_looking_at_the_updates_of_one_rank_moves_none_of_its_probes():
 
     silent, seen, resumed = made(), made(), made()
     due = go_on(silent, range(12))
-    assert due == [True, False, False, False] * 3
+    assert [i for i in range(12) if due[i]] == [0, 1, 3, 6, 10]
     assert go_on(seen, range(6), look=True) == due[:6]
     resumed.load_state_dict(seen.state_dict())
     for clock in (seen, resumed):

@@ -187,5 +187,5 @@ def test_the_lightning_loop_runs_and_goes_on(tmp_path):
     second = said("2")
     assert second.startswith("58 updates; ")
     probes, rho = (float(re.search(rf"{name} (\S+?)(,|$)", second)[1]) for name in ("probes", "rho"))
-    assert probes == 3  # at updates 0, 20 and 40
+    assert probes == 11  # at updates 0, 1, 3, 6, 10, 15, 21, 28, 36, 45 and 55
     assert 0 < rho <= 1
