@@ -58,7 +58,8 @@ class Clock:
     - schedule, sampler, weighting, objective: objects or their names. The schedule may be a diffusers scheduler; the default
       objective is then the one that it is configured for, otherwise "eps".
     - base: the density over time in the objective base(t)·w(t).
-    - correct: "importance" multiplies the loss by base/p, "none" does not, "auto" follows the sampler's default.
+    - correct: "importance" multiplies the loss by base/p, "none" does not, "auto" follows the sampler's default;
+      `clock.corrected` says which it was.
     - seed: of times and noise. Two clocks with the same seed draw the same times and noise.
     - rank, world_size: by default those of torch.distributed, if it is initialised.
     - probe_rows: the largest number of samples in one forward pass of a probe, by default the batch size. Fewer need less memory, more keep a GPU
