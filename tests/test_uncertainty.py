@@ -35,6 +35,17 @@ def stirred(weighting: nc.Weighting = nc.Constant()) -> Uncertainty:
     return made
 
 
+def test_a_batch_that_is_used_for_several_steps_is_weighted_by_the_present_u():
+    weighting = stirred(nc.MinSNR(5))
+    clock = nc.Clock("linear", "uniform", weighting)
+    b = clock.draw(torch.randn(64, 2, generator=torch.Generator().manual_seed(0)))
+    with torch.no_grad():
+        weighting.net.bias += 3.0
+    again = clock.at(b.x0, b.time, noise=b.noise)
+    assert torch.equal(clock.loss(b, b.x_t), clock.loss(again, b.x_t))
+    assert torch.allclose(again.weight, b.weight * math.exp(-3))
+
+
 def plain_u(weighting: Uncertainty, schedule: nc.Schedule, time: torch.Tensor) -> np.ndarray:
     """u in numpy, float64, from the state."""
     f, phi, w, b = (weighting.state_dict()[name].double().numpy() for name in ("frequency", "phase", "weight", "bias"))

@@ -216,7 +216,7 @@ class Clock:
                 # remembered for the next probe, which may run outside the user's autocast block
                 reduced = prediction.dtype != batch.x_t.dtype and prediction.dtype in (torch.bfloat16, torch.float16)
                 self._autocast = prediction.dtype if reduced else autocast_dtype(prediction.device)
-        return self.weighting.apply(error, batch, self.schedule)
+        return self.weighting.apply(error, batch, self.schedule, self.objective)
 
     @contextmanager
     def step(self, predict: Predict, x0: Tensor, **cond: Any) -> Iterator[Tensor]:

@@ -103,11 +103,10 @@ class Uncertainty(Weighting):
             u = widen(self.log_error(schedule, time))
         return self.weighting(schedule, time, objective) * (-u).exp()
 
-    def apply(self, error: Tensor, batch: Batch, schedule: Schedule) -> Tensor:
-        u = self.log_error(schedule, batch.time)
-        # batch.weight is already w/e^u: the factor below is 1 and adds the gradient of e^-u
-        scaled = error * batch.weight.to(error.dtype) * (u.detach() - u).exp()
-        return (scaled + u) * batch.correction.to(error.dtype)
+    def apply(self, error: Tensor, batch: Batch, schedule: Schedule, objective: Objective) -> Tensor:
+        # not batch.weight, which has the u of the draw: a closure may take several steps with one batch
+        u, w = self.log_error(schedule, batch.time), self.weighting(schedule, batch.time, objective)
+        return (error * w.to(error.dtype) * (-u).exp() + u) * batch.correction.to(error.dtype)
 
     def x0(self, z: Level) -> Tensor:
         return self.weighting.x0(z)

@@ -60,7 +60,7 @@ class Weighting(ABC):
             weight = self.shared(z) / objective.scale(z)
         return weight.clamp(max=CAP)
 
-    def apply(self, error: Tensor, batch: Batch, schedule: Schedule) -> Tensor:
+    def apply(self, error: Tensor, batch: Batch, schedule: Schedule, objective: Objective) -> Tensor:
         """(B,) the training loss, from the errors (B,) of a batch drawn with this weighting."""
         return error * (batch.weight * batch.correction).to(error.dtype)
 
