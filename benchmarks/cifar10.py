@@ -71,9 +71,7 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, OURS[:2], seeds=(2,)),
     # three schedules; on one of them other solvers too
     Part(COSINE, OURS[:2] + PAPERS[2:], changes={"schedule": "cosine"}, solved=True),
-    Part(COSINE, ("min-snr", "variance-optimal:every=160+min-snr") + PAPERS[:2], changes={"schedule": "cosine"}),
-    # the density hardly changes after 5,000 updates: do fewer probes do?
-    Part(LINEAR, ("variance-optimal:every=160",), seeds=(0, 1)),
+    Part(COSINE, OURS[2:] + PAPERS[:2], changes={"schedule": "cosine"}),
     Part(LINEAR, PAPERS),
     # uniform as the papers draw it: what do evenly spread times gain?
     Part(LINEAR, ("independent",)),
