@@ -375,9 +375,10 @@ def test_quick_on_digits(tmp_path):
     assert time.process_time() - start < 60
     (coupled,) = read(tmp_path, "interdependence")["couplings"]
     change, control = coupled.inside - coupled.before, coupled.everywhere - coupled.before
-    # the adaptive paper's finding: better there, worse elsewhere, and not because the optimiser is new
+    # the adaptive paper's finding: better there, worse elsewhere, where as many updates at all times make it better
     assert (change[coupled.time < 0.2] < 0).all()
-    assert (change > 3 * np.abs(control))[coupled.time > 0.4].all()
+    assert (change[coupled.time > 0.4] > 0.02).all()
+    assert (control[coupled.time > 0.4] < 0).all()
 
 
 @pytest.mark.parametrize("name", analyze_figures.DRAW)
