@@ -33,7 +33,6 @@ from noiseclock.core.samplers import Sampler, Setting, Uniform
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
 from noiseclock.core.table import Table, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
-from noiseclock.core.wrappers import learns, reach
 
 VERSION = 1  # of the state; raised when older states can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
@@ -127,11 +126,11 @@ class Clock:
         return f"Clock({self.schedule}, {self.sampler}, {self.weighting}, {self.objective}, base={self.base}, {correct=}, seed={self.seed})"
 
     def _check_base(self) -> None:
-        if learns(self.base):
+        if self.base.learns:
             raise ValueError(f"the base is the density that the objective means, which cannot be learned, got {self.base}; give a fixed density")
         if not self.corrected and self.base != Uniform():
             raise ValueError(f"base={self.base} has no effect without importance correction; pass correct='importance'")
-        (lo, hi), (base_lo, base_hi) = self.sampler.support, reach(self.base)
+        (lo, hi), (base_lo, base_hi) = self.sampler.support, self.base.reach
         if self.corrected and (lo > base_lo or hi < base_hi):
             raise ValueError(
                 f"importance correction needs a sampler that covers the base: {self.sampler} covers [{lo:g}, {hi:g}] only, {self.base} reaches over "

@@ -23,7 +23,7 @@ from noiseclock.core.directions import gradients, trained
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import between_known
 from noiseclock.core.objectives import squared_error
-from noiseclock.core.probes import Probe, take_rows, undisturbed
+from noiseclock.core.probes import Probe, take_rows, uncached, undisturbed
 from noiseclock.core.table import wide
 
 
@@ -143,7 +143,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
         stack.enter_context(undisturbed(probe.modules, probe.x0.device))
-        stack.enter_context(torch.autocast(probe.x0.device.type, dtype=autocast, enabled=autocast is not None, cache_enabled=False))
+        stack.enter_context(uncached(probe.x0.device, autocast))
         for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
             # every time gets other samples and, shifted by i, other noises for them; no half holds a sample or a noise twice
             chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows

@@ -86,6 +86,10 @@ class LearnedDensity(Sampler):
         return True
 
     @property
+    def learns(self) -> bool:
+        return True
+
+    @property
     @abstractmethod
     def cells(self) -> int:
         """The number n of cells."""

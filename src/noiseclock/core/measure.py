@@ -31,7 +31,7 @@ from noiseclock.core.directions import metric, trained, unwrapped
 from noiseclock.core.gradient_variance import gradient_moments, split
 from noiseclock.core.health import warn
 from noiseclock.core.lookahead import TARGETS, utility
-from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows
+from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows, uncached
 from noiseclock.core.schedules import Array, as_time
 from noiseclock.core.streams import finalize
 from noiseclock.core.table import wide
@@ -176,10 +176,7 @@ def interdependence(
         return np.asarray(found.mean((0, 2)))
 
     before = losses()
-    dtype = autocast_dtype(x0.device)
-    # without autocast's weight cache, which would hold the weights from before the updates, and afterwards those from before they were restored
-    uncached = torch.autocast(x0.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-    with _restored(modules, optimizer, x0.device), uncached:
+    with _restored(modules, optimizer, x0.device), uncached(x0.device, autocast_dtype(x0.device)):
         generator = _generator(x0.device, seed, "training")
         torch.default_generator.manual_seed(seed)
         if x0.is_cuda:

@@ -224,9 +224,12 @@ class Probe:
     def _as_in_training(self) -> Any:
         if self._exact:
             return full_precision(self.modules, self.x0.device)
-        # without autocast's weight cache, which would hold the weights from before the update
-        device, dtype = self.x0.device.type, self.autocast
-        return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+        return uncached(self.x0.device, self.autocast)
+
+
+def uncached(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast to a dtype, or none for None, without its weight cache, which would hold the weights from before an update."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

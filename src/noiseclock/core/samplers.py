@@ -68,6 +68,11 @@ class Sampler(ABC):
         return (0.0, 1.0)
 
     @property
+    def reach(self) -> tuple[float, float]:
+        """The interval outside of which nothing is ever drawn; wider than `support` where some times inside are not drawn, or not always."""
+        return self.support
+
+    @property
     def counts_updates(self) -> bool:
         """Does the density depend on the number of optimiser updates?"""
         return False
@@ -86,6 +91,11 @@ class Sampler(ABC):
     def needs_updates(self) -> bool:
         """Does the density stay fixed unless a Clock counts the optimiser's updates?"""
         return self.every > 0 or self.counts_updates
+
+    @property
+    def learns(self) -> bool:
+        """Does the density follow the training, and not the number of updates alone?"""
+        return self.needs_updates and not self.counts_updates
 
     @property
     def info(self) -> dict[str, Any]:

@@ -187,12 +187,21 @@ class Blend(Sampler):
         return min(a, c), max(b, d)
 
     @property
+    def reach(self) -> tuple[float, float]:
+        (a, b), (c, d) = self.sampler.reach, self.other.reach
+        return min(a, c), max(b, d)
+
+    @property
     def counts_updates(self) -> bool:
         return any(part.counts_updates for part in self._parts)
 
     @property
     def needs_updates(self) -> bool:
         return self.counts_updates or any(part.needs_updates for part in self._parts)
+
+    @property
+    def learns(self) -> bool:
+        return any(part.learns for part in self._parts)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -243,21 +252,6 @@ class Blend(Sampler):
             raise ValueError(f"{type(self).__name__}: its state must hold 'sampler' and 'other', got {sorted(state)}")
         self.sampler.load_state_dict(state["sampler"])
         self.other.load_state_dict(state["other"])
-
-
-def reach(sampler: Sampler) -> tuple[float, float]:
-    """The interval outside of which nothing is ever drawn: wider than the support of a blend with a gap, or of an annealed one."""
-    if not isinstance(sampler, Blend):
-        return sampler.support
-    (a, b), (c, d) = map(reach, sampler._parts)
-    return min(a, c), max(b, d)
-
-
-def learns(sampler: Sampler) -> bool:
-    """Does the density follow the training? An annealed one does not: it follows the number of updates alone."""
-    if isinstance(sampler, Blend):
-        return any(map(learns, sampler._parts))
-    return sampler.needs_updates and not sampler.counts_updates
 
 
 def _check_parts(owner: Blend) -> None:

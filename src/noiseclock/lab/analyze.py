@@ -27,9 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.clock import Clock
-from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.lookahead import TARGETS
 from noiseclock.core.measure import gradient_variance, interdependence, loss_over_time, utility_over_time
 from noiseclock.core.schedules import Array
@@ -236,7 +234,7 @@ def logged(run: Trained, method: str) -> list[Density]:
 
 
 def _density(clock: Clock, method: str, schedule: str, step: int, time: Array, p: Array, w: Array) -> Density:
-    learned = isinstance(clock.sampler, (Adaptive, LearnedDensity)) or clock.sampler.counts_updates
+    learned = clock.sampler.learns or clock.sampler.counts_updates
     weighted = p * w * (p.mean() / (p * w).mean())
     return Density(method, schedule, learned, clock.corrected, step, time, p, w, weighted)
 
