@@ -1,0 +1,214 @@
+"""Updates as the clock counts them: hooks, closures, skipped steps, replays, and the warnings around them."""
+
+import copy
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import noiseclock as nc
+from small_loops import Denoiser, Probing, data, train
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_updates_are_counted_under_accumulation(make):
+    model = Denoiser()
+    optimizer = make(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    train(clock, model, optimizer, steps=5, accumulate=4)
+    assert clock.updates == 5
+
+
+def test_a_closure_that_draws_many_times_is_one_update():
+    model = Denoiser()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    draws = []
+
+    def closure():
+        optimizer.zero_grad()
+        b = clock.draw(data())
+        draws.append(b.time)
+        loss = clock.loss(b, model(b.x_t, b.t)).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    assert clock.updates == 2
+    assert len(draws) > 2
+    assert not torch.equal(draws[0], draws[1])
+
+
+def test_a_closure_that_draws_many_times_is_probed_once_before_the_first_of_its_evaluations():
+    """Each evaluation clears the gradients, as after a step that a GradScaler has skipped."""
+    model = Denoiser()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    probed, before, batches = [], clock.sampler.before, []
+    clock.sampler.before = lambda probe: (probed.append(model.net[0].weight.detach().clone()), before(probe))
+
+    def closure():
+        optimizer.zero_grad()
+        batches.append(clock.draw(data(), predict=model))
+        loss = clock.loss(batches[-1], model(batches[-1].x_t, batches[-1].t)).mean()
+        loss.backward()
+        return loss
+
+    for update in range(4):  # a probe is due at the first and at the last
+        start, first = model.net[0].weight.detach().clone(), len(batches)
+        optimizer.step(closure)
+        assert len(batches) > first + 1
+        if update in (0, 3):
+            assert torch.equal(probed.pop(), start)
+            assert clock.sampler.seen[-1][2] is batches[first]
+        assert not probed
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("probing", [False, True], ids=["fixed", "probing"])
+def test_a_step_skipped_by_a_grad_scaler_does_not_count(fused, probing):
+    model = Denoiser()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    clock = nc.Clock("linear", Probing() if probing else nc.Uniform()).attach(optimizer)
+    poisoned = {1, 3}
+    for step in range(6):
+        b = clock.draw(data(), predict=model)
+        scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
+        if step in poisoned:
+            model.net[0].weight.grad[0, 0] = math.inf
+        before = copy.deepcopy(model.state_dict())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = not torch.equal(before["net.0.weight"], model.net[0].weight)
+        assert moved == (step not in poisoned)
+    assert clock.updates == 4
+    if probing:
+        # probes are due at updates 0 and 3; nothing is ever seen "after" a step that did not happen
+        assert [entry[0] for entry in clock.sampler.seen] == ["before", "after", "before", "after"]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_skipped_probe_step_is_probed_again(fused):
+    model = Denoiser()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    for step in range(2):
+        b = clock.draw(data(), predict=model)
+        scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
+        if step == 0:
+            model.net[0].weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "before", "after"]
+    assert clock.sampler.seen[-1][2] is b  # the batch that the update was made of
+    assert clock.updates == 1
+
+
+def test_wrapped_optimizers_are_unwrapped_and_a_second_attach_replaces_the_first():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = Denoiser()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    clock = nc.Clock("linear", "uniform").attach(Wrapper(Wrapper(first)))
+    first.step()
+    assert clock.updates == 1
+    clock.attach(second)
+    first.step()
+    second.step()
+    assert clock.updates == 2
+    with pytest.raises(TypeError, match=r"needs a torch optimiser, got dict"):
+        clock.attach({})
+
+
+def test_an_update_that_the_hook_has_counted_is_not_counted_by_hand_too():
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    clock.updated()  # of a loop whose optimiser runs no hook, as in a graph that was captured before
+    optimizer.step()
+    for skipped in (False, torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"would count them twice; remove the call"):
+            clock.updated(skipped=skipped)
+    clock.updated(skipped=True)
+    assert clock.updates == 2
+    copy.deepcopy(clock).updated()  # which is not attached
+
+
+def test_replays_are_counted_by_hand_beside_the_hook_of_eager_steps(monkeypatch):
+    """As around a CUDA graph: warm-up and an epoch's short last batch run as they are."""
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", "uniform").attach(optimizer)
+    optimizer.step()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        clock._after_step(optimizer, (), {})  # what optimizer.step() does in a capture; itself it would ask the device for more
+    clock.updated()
+    optimizer.step()
+    clock.updated(skipped=torch.tensor(1.0))
+    clock.updated(skipped=torch.tensor(0.0))
+    assert clock.updates == 4
+
+
+def test_step_is_draw_loss_and_updated_in_one():
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock, plain = nc.Clock("linear", "uniform"), nc.Clock("linear", "uniform")
+    model.eval()
+    for attached in (False, True):
+        if attached:
+            clock.attach(optimizer)
+        with clock.step(model, data()) as losses:
+            b = plain.draw(data())
+            assert torch.equal(losses, plain.loss(b, model(b.x_t, b.t)))
+            losses.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert clock.updates == 1 + attached
+
+
+def test_an_error_inside_step_is_not_an_update():
+    clock = nc.Clock("linear", "uniform")
+    with pytest.raises(RuntimeError, match="mine"), clock.step(Denoiser(), data()):
+        raise RuntimeError("mine")
+    assert clock.updates == 0
+
+
+def test_a_sampler_that_waits_for_updates_says_so_once():
+    clock = nc.Clock("linear", nc.Annealed(nc.LogitNormal()))
+    for _ in range(999):
+        clock.draw(torch.zeros(1, 1))
+    with pytest.warns(UserWarning, match="no optimiser update was seen, so the density of Annealed does not change"):
+        clock.draw(torch.zeros(1, 1))
+    for _ in range(1100):
+        clock.draw(torch.zeros(1, 1))  # once is enough (warnings are errors here)
+    fixed = nc.Clock("linear", "uniform")
+    for _ in range(1100):
+        fixed.draw(torch.zeros(1, 1))  # needs no update, so no warning
+
+
+def test_a_warning_names_the_line_of_the_users_code():
+    """Not one of ours, nor one of torch's that runs a hook after the optimiser's step."""
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.Adaptive.scaled(every=1, stride=100, lr=1.0)).attach(optimizer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            b = clock.draw(data(), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+    assert any("lower `lr`, now 1" in str(w.message) for w in told)
+    lines = Path(__file__).read_text().splitlines()
+    assert {(w.filename, lines[w.lineno - 1].strip()) for w in told} == {(__file__, "optimizer.step()")}
