@@ -1,17 +1,19 @@
 """The trainings of docs/results.md, as one queue that can be interrupted and resumed at any time.
 
-    python benchmarks/cifar10.py runs/cifar10 --jobs 4 --minutes 25     # on a GPU; run it again to continue
-    python benchmarks/cifar10.py runs/cifar10 --list                    # what is left, in its order
-    python benchmarks/cifar10.py runs/cifar10 --merge                   # add the measurements to the other results
+    python benchmarks/cifar10.py runs/cifar10 --jobs 4 --minutes 9 --left 27    # on a GPU; run it again to continue
+    python benchmarks/cifar10.py runs/cifar10 --list                            # what is left, in its order
+    python benchmarks/cifar10.py runs/cifar10 --merge                           # add the measurements to the other results
 
 Each job takes the first training that no other job has, from any comparison, so that no job waits for the end of a comparison. Trainings in the
-folder are resumed. Trainings that `benchmarks/results` already has are skipped, because results move between machines more easily than weights.
+folder are resumed. Trainings that `benchmarks/results` already has are skipped, because results move between machines more easily than weights: a
+training that this machine cannot end (--left) has to be made anew on the next, so it is not begun, and a shorter one fills the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -70,23 +72,21 @@ QUEUE = [  # in the order of what they decide
     # a third seed of the leaders
     Part(LINEAR, OURS[:2], seeds=(2,)),
     # three schedules; on one of them other solvers too
-    Part(COSINE, OURS[:2] + PAPERS[2:], changes={"schedule": "cosine"}, solved=True),
-    Part(COSINE, OURS[2:] + PAPERS[:2], changes={"schedule": "cosine"}),
+    Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
+    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solved=True),
+    Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}),
     Part(LINEAR, PAPERS),
-    # uniform as the papers draw it: what do evenly spread times gain?
-    Part(LINEAR, ("independent",)),
-    Part(COSINE, ("independent",), changes={"schedule": "cosine"}),
-    Part(QUADRATIC, OURS + PAPERS, changes={"schedule": "quadratic"}),
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
-    # what else was proposed
-    Part(LINEAR, ("gradient-variance", "loss-history", "adaptive.released", "adaptive.paper+min-snr", "speed", "change-aware")),
+    # what else was proposed, and uniform as the papers draw it: what do evenly spread times gain?
+    Part(LINEAR, ("independent", "gradient-variance", "loss-history", "adaptive.released", "adaptive.paper+min-snr", "speed", "change-aware")),
     Part(LINEAR, OURS[2:], seeds=(2,)),
     # ablations: how many losses a reward is made of, and how they are chosen; SpeeD's three settings
     Part(LINEAR, tuple(f"adaptive.paper:{option}" for option in ("count=1", "count=10", "select=greedy", "select=all,stride=25")), until=5_000),
     Part(LINEAR, tuple(f"speed:k={k}+change-aware" for k in (1, 10, 25)), until=5_000),
     Part(LINEAR, tuple(f"speed+change-aware:lam={lam}" for lam in (0.5, 0.8, 1.0)), until=5_000),
     Part(LINEAR, tuple(f"speed:tau={tau}+change-aware" for tau in (500, 800)), until=5_000),
+    Part(COSINE, ("independent",), changes={"schedule": "cosine"}),
     # continuous time
     Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-edm", changes=CONTINUOUS),
     Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-flow", changes=CONTINUOUS),
@@ -113,19 +113,19 @@ def reached(cell: Path) -> int:
     return max((json.loads(line)["step"] for line in path.read_text().splitlines()), default=0) if path.exists() else 0
 
 
-def work(queue: list[Part], folder: Path, results: Path, threads: int, device: str | None = None) -> None:
-    """One job: take the first free training, until none is left."""
+def work(queue: list[Part], folder: Path, results: Path, threads: int, device: str | None = None, end: float = math.inf, pace: float = 0.0) -> None:
+    """One job: take the first free training that ends in time, until none is left. end: of the machine, in time.time(); pace: seconds an update."""
     torch.set_num_threads(threads)
     failed: set[str] = set()
-    while take(queue, folder, results, failed, device):
+    while take(queue, folder, results, failed, device, (end - time.time()) / pace if pace else math.inf):
         pass
 
 
-def take(queue: list[Part], folder: Path, results: Path, failed: set[str], device: str | None) -> bool:
-    """Run the first free training; False if there is none."""
+def take(queue: list[Part], folder: Path, results: Path, failed: set[str], device: str | None, within: float = math.inf) -> bool:
+    """Run the first free training that needs no more updates than this; False if there is none."""
     for part, plan, cell in left(queue, folder, results):
         here = folder / part.name
-        if f"{part.name} {cell.slug}" in failed:
+        if f"{part.name} {cell.slug}" in failed or part.until - reached(here / "cells" / cell.slug) > within:
             continue
         try:
             with lock(here / "locks" / cell.slug):
@@ -171,6 +171,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results measured so far")
     parser.add_argument("--jobs", type=int, default=1, help="trainings in parallel; on one GPU, under NVIDIA's multi-process service")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after so many minutes")
+    parser.add_argument("--left", type=float, default=float("inf"), help="minutes that this machine is still there; longer trainings are not begun")
+    parser.add_argument("--pace", type=float, default=0.04, help="seconds an update beside the other jobs, with evaluations; 0.04 for 4 on an H200")
     parser.add_argument("--list", action="store_true", help="only list what is left")
     parser.add_argument("--merge", action="store_true", help="only copy the measurements, without the trained models, into --results")
     args = parser.parse_args(argv)
@@ -181,18 +183,19 @@ def main(argv: list[str] | None = None) -> None:
     if args.merge:
         collect(QUEUE, args.folder, args.results)
         return
-    end = time.monotonic() + 60 * args.minutes
+    end, machine = time.monotonic() + 60 * args.minutes, time.time() + 60 * args.left
     context = multiprocessing.get_context("spawn")
     threads = max((os.cpu_count() or 1) // args.jobs, 1)
-    jobs = [context.Process(target=work, args=(QUEUE, args.folder, args.results, threads)) for _ in range(args.jobs)]
-    for job in jobs:
-        job.start()
-    while any(job.is_alive() for job in jobs) and time.monotonic() < end:
+    job = (QUEUE, args.folder, args.results, threads, None, machine, args.pace)
+    jobs = [context.Process(target=work, args=job) for _ in range(args.jobs)]
+    for process in jobs:
+        process.start()
+    while any(process.is_alive() for process in jobs) and time.monotonic() < end:
         time.sleep(1)
-    for job in jobs:
-        job.terminate()  # it saves, and stops
-    for job in jobs:
-        job.join()
+    for process in jobs:
+        process.terminate()  # it saves, and stops
+    for process in jobs:
+        process.join()
 
 
 if __name__ == "__main__":

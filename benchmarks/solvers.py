@@ -3,14 +3,16 @@
     python benchmarks/solvers.py runs/cifar10/cifar10-sprint-cosine --methods uniform variance-optimal
     python benchmarks/solvers.py results/digits --solvers ddim:5 ddim:20:500
 
-A solver is given as name:steps or name:steps:pictures, where pictures replaces --samples. Slow solvers make fewer pictures; compare their FID only
-with that of others at the same number. Results are kept in each training's solvers.jsonl, and are not measured again.
+A solver is given as name:steps or name:steps:pictures, where pictures replaces --samples; its options come first, as in ddim:sigma_max=80:50.
+Slow solvers make fewer pictures; compare their FID only with that of others at the same number. Results are kept in each training's solvers.jsonl,
+and are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +33,11 @@ SAMPLES = 10_000
 
 def named(text: str, samples: int) -> dict[str, Any]:
     """A solver, parsed from the command line's text."""
-    solver, steps, count = (*text.split(":"), str(samples))[:3]
-    return {"solver": solver, "steps": int(steps), "samples": int(count)}
+    found = re.fullmatch(r"(.+?):(\d+)(?::(\d+))?", text)
+    if found is None:
+        raise SystemExit(f"{text!r} is not name:steps or name:steps:pictures")
+    solver, steps, count = found.groups()
+    return {"solver": solver, "steps": int(steps), "samples": int(count or samples)}
 
 
 def known(folder: Path) -> list[dict[str, Any]]:

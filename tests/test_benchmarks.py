@@ -158,6 +158,20 @@ def test_the_queue_of_trainings_goes_on_where_it_was_and_leaves_alone_what_is_kn
     assert [words[1] for words in printed if words[-1] == "begins"] == ["uniform", "uniform", "uniform", "min-snr"]
 
 
+def test_the_queue_begins_what_can_end_on_this_machine(queue, tmp_path):
+    part = partial(queue["Part"], recipe="digits", changes=SMALL, lrs=(0.001,), every=2, samples=0)
+    parts = [part("long", ("uniform",), until=4), part("short", ("uniform", "min-snr"), until=2)]
+    assert not queue["take"](parts, tmp_path, tmp_path / "known", set(), "cpu", within=1.9)
+    assert queue["take"](parts, tmp_path, tmp_path / "known", set(), "cpu", within=2)
+    assert [path.name for path in tmp_path.glob("*/cells")] == ["cells"]
+    assert len(list((tmp_path / "short" / "cells").iterdir())) == 1
+    assert queue["take"]([replace(parts[0], until=2)], tmp_path, tmp_path / "known", set(), "cpu")  # half of the long one
+    assert queue["take"](parts, tmp_path, tmp_path / "known", set(), "cpu", within=2)  # its other half fits
+    assert [cell.finished for cell in read(tmp_path / "long").cells] == [True]
+    queue["work"](parts, tmp_path, tmp_path / "known", 1, "cpu", end=0.0, pace=1.0)  # too late for anything
+    assert len(list((tmp_path / "short" / "cells").iterdir())) == 1
+
+
 def test_a_job_that_is_ended_in_the_last_evaluation_of_a_training_begins_no_other(queue, tmp_path, monkeypatch):
     evaluate, part = lab_compare.evaluate, queue["Part"]("a", ("uniform", "min-snr"), (0,), (0.001,), 4, "digits", SMALL, 2, 0)
 
@@ -198,6 +212,14 @@ def test_the_queue_on_cifar10_can_be_trained_as_it_is_written(queue, capsys, tmp
         if (compared := ROOT / "results" / part.name / "compare.json").exists():  # the settings of what is there, so that results can be merged
             theirs, mine = completed(json.loads(compared.read_text())["settings"]), plain(part.plan().config()["settings"])
             assert {name for name in mine if mine[name] != theirs[name]} <= set(OF_THE_CELL), part.name
+
+
+def test_a_solver_is_given_with_its_options_steps_and_pictures():
+    named = runpy.run_path(str(ROOT / "solvers.py"))["named"]
+    assert named("ddim:50", 8) == {"solver": "ddim", "steps": 50, "samples": 8}
+    assert named("ddim:sigma_max=80:50:2000", 8) == {"solver": "ddim:sigma_max=80", "steps": 50, "samples": 2000}
+    with pytest.raises(SystemExit, match="'ddim' is not name:steps"):
+        named("ddim", 8)
 
 
 def test_solvers_are_measured_on_the_models_of_a_comparison(tmp_path, capsys):

@@ -230,7 +230,29 @@ def test_a_shift_moves_every_solver_of_flow_and_leads_to_the_same_place():
         assert error(schedule, f"{solver}:shift=3", 400) < 3 * 0.025
 
 
-SHIFTS = {
+@pytest.mark.parametrize("solver", ["ddpm", "ddim", "heun", "dpm++"])
+def test_a_solver_can_start_below_the_noisiest_step(solver):
+    schedule = SCHEDULES["cosine"]
+    sigma = (-schedule.log_snr(schedule.grid()) / 2).exp()
+    below = schedule.step(grid(schedule, f"{solver}:sigma_max=30", 50))
+    assert len(below.unique()) == 50  # 50 steps all the same
+    assert sigma[below[0]] <= 30 < sigma[below[0] + 1]
+    assert schedule.step(grid(schedule, f"{solver}:sigma_max=1e9", 50)).equal(schedule.step(grid(schedule, solver, 50)))
+    every = schedule.step(grid(schedule, f"{solver}:sigma_max=30", int(below[0]) + 1))
+    assert every.tolist() == list(range(int(below[0]), -1, -1))
+    if solver != "ddpm":
+        # the data are N(0.1, 0.04), so from σ = 30 the start N(0, a²+s²) lies within (0.1 + 0.96/60)/30 = 0.004 of what belongs there, and the solver
+        # errs as it does from the last step, by 0.025 (`test_many_steps_lead_to_the_right_place`)
+        assert error(schedule, f"{solver}:sigma_max=30", 400) < 0.025
+
+
+OPTIONS = {
+    ("cosine", "ddim:sigma_max=0"): "solver 'ddim:sigma_max=0': sigma_max must be a positive number, got 0",
+    (
+        "cosine",
+        "ddim:sigma_max=0.001",
+    ): "solver 'ddim:sigma_max=0.001': the least noisy step of the schedule has σ = 0.0064, so sigma_max must be larger",
+    ("flow", "euler:sigma_max=80"): "solver 'euler:sigma_max=80': only schedules of discrete steps can be cut at sigma_max; give 'euler' without it",
     ("linear", "heun:shift=3"): "solver 'heun:shift=3': only the schedule flow has a grid to shift; give 'heun' without a shift",
     ("edm", "heun:shift=1"): "solver 'heun:shift=1': only the schedule flow has a grid to shift; give 'heun' without a shift",
     ("flow", "euler:shift=0"): "solver 'euler:shift=0': shift must be a positive number, got 0",
@@ -238,16 +260,16 @@ SHIFTS = {
     ("flow", "euler:shift=inf"): "solver 'euler:shift=inf': shift must be a positive number, got inf",
     ("flow", "euler:shift=true"): "solver 'euler:shift=true': shift must be a positive number, got True",
     ("flow", "euler:shift=much"): "solver 'euler:shift=much': shift must be a positive number, got much",
-    ("flow", "euler:shft=3"): "unknown option of the solver euler 'shft' (did you mean shift?); known: shift",
+    ("flow", "euler:shft=3"): "unknown option of the solver euler 'shft' (did you mean shift?); known: shift, sigma_max",
     ("flow", "euler:3"): "'euler:3': '3' is not option=value",
 }
 
 
-@pytest.mark.parametrize(("case", "message"), SHIFTS.items(), ids=map(str, SHIFTS))
-def test_a_shift_that_cannot_be_is_refused(case, message):
+@pytest.mark.parametrize(("case", "message"), OPTIONS.items(), ids=map(str, OPTIONS))
+def test_an_option_that_cannot_be_is_refused(case, message):
     name, solver = case
-    steps = {"steps": None} if name != "linear" else {}
-    objective = "eps" if name == "linear" else name
+    steps = {"steps": None} if name in ("edm", "flow") else {}
+    objective = name if steps else "eps"
     for attempt in (lambda: grid(SCHEDULES[name], solver, 4), lambda: Recipe(schedule=name, objective=objective, solver=solver, **steps)):
         with pytest.raises(Mistake) as caught:
             attempt()
@@ -464,7 +486,7 @@ def test_the_noise_is_the_same_on_a_gpu():
         ({"solver": "plms"}, r"unknown solver 'plms'; known: ddpm, ddim, euler, heun, dpm\+\+"),
         ({"variance": "learned"}, "unknown variance 'learned'; known: fixed-large, fixed-small"),
         ({"steps": 0}, "steps must be at least 1 and at most 20"),
-        ({"steps": 21}, "at most 20, the number that the schedule has, got 21"),
+        ({"steps": 21}, "at most 20, the steps that there are, got 21"),
         ({"n": 0}, "the number of pictures and the batch must be at least 1"),
         ({"batch": 0}, "the batch must be at least 1"),
         ({"guidance": 2.0}, "guidance=2 needs a model with classes"),

@@ -179,7 +179,7 @@ WRONG = {
     "sampler 'shifted:k=3': sampler 'shifted' needs sampler": {"sampler": "shifted:k=3"},
     "the schedule 'flow' is continuous and has no steps; set steps to None": {"schedule": "flow"},
     "steps is a setting of its own": {"schedule": "linear:steps=10"},
-    "solver_steps can be at most 10, the steps of the schedule, got 50": {"steps": 10},
+    "solver_steps can be at most 10, the steps that there are, got 50": {"steps": 10},
     "take the objective v, x0 or flow": {"schedule": "linear:zero_terminal_snr=true"},
     "correction": {"correct": "perhaps"},
     "importance correction needs a sampler that covers the base": {"sampler": "truncated:sampler=uniform,lo=0.5", "correct": "importance"},

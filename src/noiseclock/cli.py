@@ -87,7 +87,7 @@ class Sample:
     encoder: str = ""
     """folder of the text encoder; needed for a prompt"""
     solver: str | None = None
-    """ddpm, ddim (or euler), heun or dpm++, on flow also euler:shift=3; the recipe's unless given"""
+    """ddpm, ddim (or euler), heun or dpm++; e.g. euler:shift=3 on flow, ddim:sigma_max=80 on cosine; the recipe's unless given"""
     steps: int | None = None
     """steps of the solver; the recipe's unless given"""
     guidance: float = 1.0
@@ -129,7 +129,7 @@ class Evaluate:
     reference: str = "train"
     """split of the data to compare samples with"""
     solver: str | None = None
-    """ddpm, ddim (or euler), heun or dpm++, on flow also euler:shift=3; the recipe's unless given"""
+    """ddpm, ddim (or euler), heun or dpm++; e.g. euler:shift=3 on flow, ddim:sigma_max=80 on cosine; the recipe's unless given"""
     steps: int | None = None
     """steps of the solver; the recipe's unless given"""
     guidance: float = 1.0

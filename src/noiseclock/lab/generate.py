@@ -11,7 +11,8 @@ Solvers need only a, s and x0, so each runs on every schedule and every objectiv
 DDPM, DDIM and DPM-Solver++ schedulers. Unlike those they also run at zero terminal SNR, on flow and EDM, with any number of steps up to T, and
 ancestral sampling in few steps leaves no noise in the final picture.
 
-"heun:shift=3" is "heun" on a shifted grid, for a flow that was trained with such a shift (`Shifted`).
+"heun:shift=3" is "heun" on a shifted grid, for a flow that was trained with such a shift (`Shifted`). "ddim:sigma_max=80" starts at the noisiest step
+whose σ = s/a is at most 80: the cosine schedule's last step has 20,000, where a young model's x0 is mostly error.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def solve(
     denoise: Denoise, schedule: Schedule, noise: Noise, *, solver: str = "ddim", steps: int = 50, variance: str = "fixed-large"
 ) -> Iterator[Tensor]:
     """x (B, ...) after each step, the last one clean. It starts from noise(0); ancestral steps take noise(1), noise(2) and so on."""
-    name, _ = read_solver(solver, schedule)
+    name = read_solver(solver, schedule).name
     choose("variance", variance, VARIANCES)
     times = grid(schedule, solver, steps)
     a, s = schedule(times)
@@ -102,47 +103,67 @@ def solve(
 def grid(schedule: Schedule, solver: str, steps: int) -> Tensor:
     """(steps,) decreasing times, float64, at which `solver` evaluates the model; the first is the noisiest one.
 
-    EDM: Karras' grid, even in σ^(1/7). Flow: even in u, or even and then moved to k·u/(1+(k-1)·u) for a solver with shift=k. Discrete steps: evenly
-    spaced, from the last one down, for "ddpm" and "ddim" ("trailing" in diffusers); for second-order solvers, which lose accuracy by long steps at
-    low noise, the last one and then those nearest to Karras' grid.
+    EDM: Karras' grid, even in σ^(1/7). Flow: even in u, or even and then moved to k·u/(1+(k-1)·u) for a solver with shift=k. Discrete steps, those up
+    to the solver's sigma_max: evenly spaced, from the last one down, for "ddpm" and "ddim" ("trailing" in diffusers); for second-order solvers, which
+    lose accuracy by long steps at low noise, the last one and then those nearest to Karras' grid.
     """
-    name, shift = read_solver(solver, schedule)
-    if steps < 1 or (schedule.steps is not None and steps > schedule.steps):
-        most = "" if schedule.steps is None else f" and at most {schedule.steps}, the number that the schedule has"
-        raise Mistake(f"steps must be at least 1{most}, got {steps}")
+    name, shift, _ = read_solver(solver, schedule)
+    most = most_steps(solver, schedule)
+    if steps < 1 or (most is not None and steps > most):
+        raise Mistake(f"steps must be at least 1{'' if most is None else f' and at most {most}, the steps that there are'}, got {steps}")
     if isinstance(schedule, EDM):
         return _karras(schedule, schedule.sigma_max, schedule.sigma_min, steps)
     count = torch.arange(steps, dtype=torch.float64)
-    if not isinstance(schedule, Discrete):
+    if not isinstance(schedule, Discrete) or most is None:
         u = 1 - count / steps
         return shift * u / (1 + (shift - 1) * u)
     if name not in ("heun", "dpm++"):
-        return schedule.time_of((schedule.steps * (1 - count / steps)).round().long() - 1)
-    sigma = (-schedule.log_snr(schedule.grid()) / 2).exp()
-    step = schedule.step(_karras(schedule, min(SIGMA_MAX, float(sigma[-1])), float(sigma[0]), steps)).flip(0)
+        return schedule.time_of((most * (1 - count / steps)).round().long() - 1)
+    ends = (-schedule.log_snr(schedule.time_of(torch.tensor([most - 1, 0]))) / 2).exp().tolist()
+    step = schedule.step(_karras(schedule, min(SIGMA_MAX, ends[0]), ends[1], steps)).flip(0)
     # where the schedule is coarser than the grid, several points share a step: each moves up to the next free step, those past the top move down
     place = torch.arange(steps)
-    step = ((step - place).cummax(0).values + place).minimum(schedule.steps - steps + place)
-    step[-1] = schedule.steps - 1
+    step = ((step - place).cummax(0).values + place).minimum(most - steps + place)
+    step[-1] = most - 1
     return schedule.time_of(step.flip(0))
 
 
-def read_solver(text: str, schedule: Schedule) -> tuple[str, float]:
-    """The name of a solver and the shift of its grid on this schedule, 1 unless it is given.
+class Solver(NamedTuple):
+    """A solver's name, the shift of its grid, and the σ from which it starts at most."""
+
+    name: str
+    shift: float = 1.0
+    sigma_max: float = math.inf
+
+
+def read_solver(text: str, schedule: Schedule) -> Solver:
+    """A solver with its options on this schedule.
 
     >>> read_solver("heun:shift=3", Flow())
-    ('heun', 3.0)
+    Solver(name='heun', shift=3.0, sigma_max=inf)
     """
     name, options = split(text)
     choose("solver", name, SOLVERS)
-    for option in options:
-        choose(f"option of the solver {name}", option, ["shift"])
-    shift = options.get("shift", 1.0)
-    if type(shift) not in (int, float) or not 0 < shift < math.inf:
-        raise Mistake(f"solver {text!r}: shift must be a positive number, got {shift}")
-    if options and not isinstance(schedule, Flow):
+    for option, value in options.items():
+        choose(f"option of the solver {name}", option, Solver._fields[1:])
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise Mistake(f"solver {text!r}: {option} must be a positive number, got {value}")
+    if "shift" in options and not isinstance(schedule, Flow):
         raise Mistake(f"solver {text!r}: only the schedule flow has a grid to shift; give {name!r} without a shift")
-    return name, float(shift)
+    if "sigma_max" in options and not isinstance(schedule, Discrete):
+        raise Mistake(f"solver {text!r}: only schedules of discrete steps can be cut at sigma_max; give {name!r} without it")
+    return Solver(name, **{option: float(value) for option, value in options.items()})
+
+
+def most_steps(solver: str, schedule: Schedule) -> int | None:
+    """The discrete steps that a solver may choose from, up to its sigma_max; None in continuous time."""
+    sigma_max = read_solver(solver, schedule).sigma_max
+    if not isinstance(schedule, Discrete):
+        return None
+    sigma = (-schedule.log_snr(schedule.grid()) / 2).exp()
+    if sigma_max < sigma[0]:
+        raise Mistake(f"solver {solver!r}: the least noisy step of the schedule has σ = {float(sigma[0]):.2g}, so sigma_max must be larger")
+    return int((sigma <= sigma_max).sum())
 
 
 def _karras(schedule: Schedule, most: float, least: float, steps: int) -> Tensor:

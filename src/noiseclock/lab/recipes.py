@@ -20,7 +20,7 @@ from noiseclock.core.objectives import Eps
 from noiseclock.core.schedules import VARIANCES, Array
 from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
-from noiseclock.lab.generate import read_solver
+from noiseclock.lab.generate import most_steps
 
 OPTIMIZERS = ("adam", "adamw")
 PRECISIONS = ("fp32", "bf16")
@@ -120,7 +120,7 @@ class Recipe:
     sample_every: int = 5000
     """updates between grids of samples"""
     solver: str = "ddim"
-    """solver for sampling: ddpm, ddim (or euler), heun or dpm++; on flow also with a shift, e.g. euler:shift=3"""
+    """solver for sampling: ddpm, ddim (or euler), heun or dpm++; e.g. euler:shift=3 on flow, ddim:sigma_max=80 on cosine"""
     solver_steps: int = 50
     """steps of the solver"""
     track: tuple[str, ...] = ("tensorboard",)
@@ -152,9 +152,9 @@ class Recipe:
             choose(name, getattr(self, name), allowed)
         clock = self.clock()  # raises a Mistake if schedule, sampler, weighting and objective do not fit
         schedule = clock.schedule
-        read_solver(self.solver, schedule)
-        if self.solver_steps > (schedule.steps or self.solver_steps):
-            raise Mistake(f"solver_steps can be at most {schedule.steps}, the steps of the schedule, got {self.solver_steps}")
+        most = most_steps(self.solver, schedule)
+        if most is not None and self.solver_steps > most:
+            raise Mistake(f"solver_steps can be at most {most}, the steps that there are, got {self.solver_steps}")
         if isinstance(clock.objective, Eps) and float(schedule(1.0)[0]) == 0:
             raise Mistake(
                 "this schedule ends in pure noise, where predicting the noise says nothing about the picture; take the objective v, x0 or flow"
