@@ -84,6 +84,37 @@ def solvers(folder: str) -> list[str]:
     return lines(["", *headings], ([f"`{method}`", *(f"{row[c]:.1f}" if c in row else "" for c in columns)] for method, row in found.items()))
 
 
+def starts(folder: str) -> list[str]:
+    """FID, KID and the share of black and white values by DDIM 50 from the last step and from lower noise; FID of 2,000 samples by DDPM too."""
+    results, rows = read(RAW / folder), []
+    for method in results.methods:
+        for cell in results.of(method):
+            if (path := cell.folder / "starts.jsonl").exists():
+                found = {
+                    (r["solver"], r["steps"], r["sigma"], r["variance"], r["samples"]): r for r in map(json.loads, path.read_text().splitlines())
+                }
+                last, few = 1e9, ("fixed-large", 2_000)
+                end = cell.points[-1] | {"saturated": found["ddim", 50, last, *few]["saturated"]}  # a share does not depend on the number of samples
+                ddim = [end, *(found["ddim", 50, sigma, "fixed-large", 10_000] for sigma in (80.0, 30.0))]
+                ancestral = [found["ddim", 50, last, *few], found["ddpm", 100, last, "fixed-small", 2_000]]
+                shown = [f"{r['frechet']:.1f}, {1000 * r['kernel']:.1f}, {100 * r['saturated']:.1f} %" for r in ddim]
+                rows.append([f"`{method}`", *shown, *(f"{r['frechet']:.1f}" for r in ancestral)])
+    return lines(["FID, KID·10³, share", "from the last step", "from σ ≤ 80", "from σ ≤ 30", "DDIM 50 (2,000)", "DDPM 100 (2,000)"], rows)
+
+
+def independent() -> list[str]:
+    """Uniform, uniform with independent draws, and the printed adaptive algorithm: FID, held-out loss, and the loss at the noisiest tenth of time."""
+    rows = []
+    for schedule, folder in (("linear", "cifar10-sprint-20k"), ("cosine", "cifar10-sprint-cosine")):
+        for method in ("uniform", "independent", "adaptive.paper"):
+            (cell,) = (cell for cell in read(RAW / folder).of(method) if cell.seed == 0 and cell.lr == 0.0004)
+            points = {point["step"]: point for point in cell.points}
+            noisiest = next(np.mean(v["loss_by_time"][-5:]) for v in cell.validations if v["step"] == EVALUATED[2])
+            fids = [f"{points[step]['frechet']:.1f}" for step in EVALUATED[:3]]
+            rows.append([schedule, f"`{method}`", *fids, f"{points[EVALUATED[2]]['validation']:.5f}", f"{noisiest:.6f}"])
+    return lines(["schedule", "", *(f"FID, {step // 1000}k" for step in EVALUATED[:3]), "loss, 15k", "of the noisiest tenth of time"], rows)
+
+
 def followed(folder: str) -> list[str]:
     """Rank correlation over all trainings, at each evaluation, of FID with the held-out loss at three noise levels and with bits per dimension."""
     times, rows = (0.11, 0.51, 0.99), []
@@ -119,7 +150,9 @@ TABLES = {
     "settings of SpeeD": partial(ablation, "cifar10-sprint-20k", "speed+change-aware"),
     "cosine": partial(sprint, "cifar10-sprint-cosine"),
     "cosine, stopped": partial(stopped, "cifar10-sprint-cosine", *EVALUATED[:3]),
+    "starts": partial(starts, "cifar10-sprint-cosine"),
     "solvers": partial(solvers, "cifar10-sprint-cosine"),
+    "independent": independent,
     "what FID follows": partial(followed, "cifar10-sprint-20k"),
 }
 
