@@ -1,6 +1,6 @@
-"""Sounds: a Clock knows nothing of pictures. A second of plucked strings, (B, 1, 256), and a small 1-D network; does the choice of times pay?
+"""Sounds: a Clock is not limited to images. A second of plucked strings, (B, 1, 256), and a small 1-D network; does the choice of times pay?
 
-    python examples/audio.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
+    python examples/audio.py                 # a few minutes on one core; for a quick look: --updates 20 --seeds 1
 
 All samplers train from the same weights on the same sounds. The script prints the held-out loss of the plain objective, uniform in time.
 """

@@ -1,6 +1,6 @@
 """A model of digits, trained as diffusers' own unconditional script does it: UNet2DModel, DDPMScheduler, accelerate, EMA, a pipeline at the end.
 
-    python examples/diffusers_unconditional.py                 # some minutes on one core; run again with more --num_epochs to continue
+    python examples/diffusers_unconditional.py                 # a few minutes on one core; run again with more --num_epochs to continue
     accelerate launch examples/diffusers_unconditional.py      # on all your GPUs
 
 Only the lines that end in `# noiseclock` differ from the usual script.

@@ -1,6 +1,6 @@
 """Fine-tuning: a model of the digits 0 to 4 learns 5 to 9. Which sampler learns the new ones fastest, and what does each forget of the old?
 
-    python examples/fine_tuning.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
+    python examples/fine_tuning.py                 # a few minutes on one core; for a quick look: --updates 20 --seeds 1
 
 The script prints the held-out loss of the plain objective, uniform in time, on new and old digits, before and after.
 """
@@ -15,7 +15,7 @@ import noiseclock as nc
 from noiseclock.lab.models import build
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--updates", type=int, default=150, help="of fine-tuning, after four times as many before")
+parser.add_argument("--updates", type=int, default=150, help="of fine-tuning, after four times as many of pretraining")
 parser.add_argument("--seeds", type=int, default=3)
 args = parser.parse_args()
 

@@ -1,8 +1,8 @@
 """LoRA: a model of the digits 0 to 4 learns 5 to 9 through adapters alone (peft). Samplers that probe the model measure the adapters only.
 
-    python examples/lora.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
+    python examples/lora.py                 # a few minutes on one core; for a quick look: --updates 20 --seeds 1
 
-The script prints the held-out loss of the plain objective, uniform in time, on the new digits: before, and after tuning with each sampler.
+The script prints the held-out loss of the plain objective, uniform in time, on the new digits: before, and after fine-tuning with each sampler.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import noiseclock as nc
 from noiseclock.integrations.diffusers import clock_from
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--updates", type=int, default=150, help="of tuning, after four times as many before")
+parser.add_argument("--updates", type=int, default=150, help="of fine-tuning, after four times as many of pretraining")
 parser.add_argument("--seeds", type=int, default=3)
 args = parser.parse_args()
 digits = load_digits()

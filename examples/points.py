@@ -1,6 +1,6 @@
 """Point clouds, like small molecules: 12 atoms in space on a ring with a tail, (B, 12, 3), and a permutation-equivariant network.
 
-    python examples/points.py                 # some minutes on one core; --updates 20 --seeds 1 for a look
+    python examples/points.py                 # a few minutes on one core; for a quick look: --updates 20 --seeds 1
 
 All samplers train from the same weights on the same clouds. The script prints the held-out loss of the plain objective, uniform in time.
 """
