@@ -100,20 +100,27 @@ def test_a_short_last_batch_is_drawn_as_well():
     assert len(clock.draw(data(3), micro=(1, 2)).time) == 3
 
 
-@pytest.mark.parametrize("sizes", [(4, 3), (8, 5), (8, 8, 8, 5), (8, 4, 3)])
-def test_independent_times_of_unequal_micro_batches_do_not_repeat(sizes):
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4, 3), (4, 3)), ((8, 8, 8, 5), (8, 8, 8, 5)), ((8, 4, 3), (8, 4, 3)), ((8,), (5,)), ((5,), (8,)), ((8, 8), (5, 8)), ((6, 8), (8, 3))],
+)
+def test_independent_times_of_batches_of_any_sizes_do_not_repeat(first, second):
+    """Over micro-batches and ranks, whose batches may differ in size from the first one on."""
     clocks = [nc.Clock("flow", nc.Independent(), rank=rank, world_size=2) for rank in range(2)]
     for _ in range(2):
-        times = torch.cat([clock.draw(data(n), micro=(i, len(sizes))).time for clock in clocks for i, n in enumerate(sizes)])
+        drawn = zip(clocks, (first, second), strict=True)
+        times = torch.cat([clock.draw(data(n), micro=(i, len(sizes))).time for clock, sizes in drawn for i, n in enumerate(sizes)])
         assert len(times.unique()) == len(times)
 
 
-def test_independent_times_of_equal_micro_batches_are_consecutive_places_of_one_stream():
-    clock = nc.Clock("flow", nc.Independent(), seed=7)
+def test_independent_times_of_one_process_are_those_of_the_seeds_own_stream():
+    """However the update is divided after its first micro-batch: what was drawn before with this seed is drawn again."""
+    clock, divided = (nc.Clock("flow", nc.Independent(), seed=7) for _ in range(2))
     for update in (1, 2):
-        for i in range(3):
-            expected = independent(places(7, 5, part=i, parts=3), torch.tensor(update), 5)
-            assert torch.equal(clock.draw(data(5), micro=(i, 3)).time, expected)
+        expected = independent(places(7, 5), torch.tensor(update), 5)
+        assert torch.equal(clock.draw(data(5)).time, expected)
+        assert torch.equal(divided.draw(data(5), micro=(0, 2)).time, expected)
+        divided.draw(data(3), micro=(1, 2))
 
 
 # --- base and correction -----------------------------------------------------------------------------------------------------------------

@@ -27,9 +27,7 @@ class Chance:
         self.seed, self._place = seed, place
         with lasting():
             self.draws = torch.zeros((), dtype=torch.int64, device="cpu")  # number of draws so far, on the device of the data
-        self._starts: dict[tuple[int, int, int, bool], Table] = {}
-        # size of the first micro-batch of this update; not saved, because a run that stops within an update repeats the whole update
-        self._first: int | None = None
+        self._starts: dict[tuple[int, int, int, int], Table] = {}
         self._noise: torch.Generator | None = None
         self._saved_noise: Mapping[str, Any] | None = None
 
@@ -46,13 +44,12 @@ class Chance:
         rank, world_size = self.place()
         part, parts = micro[0] * world_size + rank, micro[1] * world_size
         number = self._next_draw(device, first=micro[0] == 0)
-        if micro[0] == 0 or self._first is None:
-            self._first = n
-        # places are counted in units of n: those of an odd-sized micro-batch may be another's, whose independent numbers it would repeat
-        odd = not evenly and n != self._first
-        key = (n, part, parts, odd)
+        seed = self.seed
+        if not evenly:
+            # Each part has its own stream: places in a common one are counted in units of n, and parts of different sizes would share some of them.
+            seed, part, parts = finalize(finalize(seed) + 1 + part) if part > 0 else seed, 0, 1
+        key = (seed, n, part, parts)
         if key not in self._starts:
-            seed = finalize(finalize(self.seed) + 1 + part) if odd else self.seed
             self._starts[key] = Table(places(seed, n, part=part, parts=parts))
         start = self._starts[key].on(device)
         return stratified(start, number, n, part=part, parts=parts) if evenly else independent(start, number, n)
