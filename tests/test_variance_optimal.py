@@ -430,12 +430,27 @@ def test_it_knows_the_best_density_after_ten_times_fewer_probes_than_the_papers_
     assert [settled(SharedParameter, nc.VarianceOptimal(every=1, bins=10, decay=0.99), np.full(T, 1 / T), seed, 60) for seed in range(3)] == [0] * 3
 
 
+def test_every_probe_and_every_seed_looks_in_directions_of_its_own():
+    """Otherwise trainings that differ in their seed alone would err alike, and their spread would say too little."""
+    directions = []
+
+    def noted(parameters, power, seed):
+        directions.append(torch.cat([d.flatten() for d in normal(parameters, power, seed)]))
+        return normal(parameters, power, seed)
+
+    with patch("noiseclock.core.variance_optimal.normal", noted):
+        for seed in (0, 1):
+            priced(told(), 0, seed=seed)
+    assert len(directions) == 6  # three probes of each seed
+    assert not any((x == y).any() for i, x in enumerate(directions) for y in directions[:i])
+
+
 # --- several processes --------------------------------------------------------------------------------------------------------------------
 
 
-def priced(model, half: int, **place):
+def priced(model, half: int, seed: int = 2, **place):
     """(bins,) what three probes find on a rank's own half of the data."""
-    clock = nc.Clock("linear", nc.VarianceOptimal(bins=4), seed=2, **place).attach(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    clock = nc.Clock("linear", nc.VarianceOptimal(bins=4), seed=seed, **place).attach(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
     x0 = ring().sample(64, torch.Generator().manual_seed(4))[32 * half :][:32]
     for _ in range(3):
         clock._updates += 1

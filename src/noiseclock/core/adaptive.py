@@ -32,7 +32,6 @@ from noiseclock.core.probes import Probe, take_rows
 from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
 from noiseclock.core.schedules import Betas, Discrete, Linear, Quadratic
 from noiseclock.core.selection import SELECTORS, Queue, r_squared
-from noiseclock.core.streams import finalize
 from noiseclock.core.table import Table, cell, lasting, wide
 from noiseclock.core.weightings import VLB
 
@@ -251,7 +250,7 @@ class Adaptive(Sampler):
         if self._before is None:
             return
         if self.variant == "released":
-            generator = torch.Generator(probe.noise.device).manual_seed(finalize(self.probes) // 2)
+            generator = torch.Generator(probe.noise.device).manual_seed(probe.seed)
             probe.noise = torch.randn(probe.noise.shape, generator=generator, device=probe.noise.device, dtype=probe.noise.dtype)
         (batch_before, row_before), self._before = self._before, None
         batch_after, row_after = self._measure(probe)

@@ -17,7 +17,7 @@ from torch import Tensor
 from noiseclock.core.streams import finalize, independent, places, stratified
 from noiseclock.core.table import Table, lasting
 
-PURPOSES = ("noise", "probe")
+PURPOSES = ("noise", "probe", "sampler")
 
 
 class Chance:

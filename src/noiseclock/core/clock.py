@@ -360,7 +360,7 @@ class Clock:
         self._probe, self._paired = None, False  # until the probe has succeeded: if the model raises an error, the user may continue training
         probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer, seed=self._chance.seed_of("sampler", self._updates),
         )  # fmt: skip
         self.sampler.before(probe)
         self._remember_rows(probe)

@@ -22,7 +22,6 @@ from noiseclock.core.directions import derivative, normal, trained
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe
 from noiseclock.core.samplers import TINY, Setting
-from noiseclock.core.streams import finalize
 
 
 @dataclass
@@ -57,7 +56,7 @@ class VarianceOptimal(Priced):
         exact = probe.first(-(-self.samples // ranks.count())).exact()
         time = evenly(len(exact.x0) * ranks.count(), number, exact.x0.device)[ranks.mine() :: ranks.count()]
         parameters = trained(probe.modules, probe.optimizer)
-        direction = normal(parameters, self._metric(probe), finalize(number) // 2)
+        direction = normal(parameters, self._metric(probe), probe.seed)
         slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time))
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
