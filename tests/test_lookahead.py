@@ -107,6 +107,35 @@ def test_looking_changes_nothing():
     assert model.training
 
 
+def test_a_gradient_that_runs_out_of_memory_is_taken_in_parts_and_the_size_is_remembered():
+    class Small(Denoiser):
+        def forward(self, x, t):
+            if torch.is_grad_enabled() and not self.training and len(x) > 4:  # only gradients keep every layer's output
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x, t)
+
+    found = []
+    for kind in (Denoiser, Small):
+        torch.manual_seed(0)
+        model, data = kind(width=16), ring()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        clock = nc.Clock("linear", nc.Lookahead(every=1, bins=4)).attach(optimizer)
+        for step in range(3):
+            b = clock.draw(data.sample(32, torch.Generator().manual_seed(step)), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            if kind is Small and step == 0:
+                with pytest.warns(UserWarning, match="ran out of memory; it continues with [84] samples at a time") as told:
+                    optimizer.step()
+                assert len(told) == 2  # of the 16 samples that give the gradient, to 8 and to 4 at a time
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append((clock.sampler.curve[0], clock.probe_rows))
+    assert [rows for _, rows in found] == [None, 4]
+    # the parts of a sum in another order: float32, divided by a step of 1e-3 in the difference
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-2)
+
+
 def fed(c, probes, **options):
     sampler = nc.Clock("linear", nc.Lookahead(bins=len(c), **options)).sampler
     for _ in range(probes):

@@ -49,8 +49,11 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     assert set(halves[0]).isdisjoint(halves[1])
     asked, priced = (torch.arange(half.start, half.stop, device=device) for half in halves)
     exact = probe.exact()
+    exact.rows = min(exact.rows, len(priced))  # otherwise each pass of half a batch would be filled up to a whole one
     parameters = trained(probe.modules, probe.optimizer)
-    gradient = _gradient(exact, parameters, target, evenly(len(asked), number + 0.5, device), asked)
+    gradient = exact.within_memory(partial(_gradient, exact, parameters, target, evenly(len(asked), number + 0.5, device), asked))
+    if not sharded(parameters):  # the gradient of a sharded model is already the mean over ranks
+        ranks.average_(gradient)
     direction = scaled(gradient, power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
@@ -58,7 +61,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
 
 
 def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
-    """∇J from the samples `rows`, averaged over all ranks; `.grad` is left unchanged."""
+    """∇J from the samples `rows` of this rank, or of all ranks if the model is sharded; `.grad` is left unchanged."""
     # a `predict` that replays CUDA graphs has a graph for gradients too
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
@@ -73,8 +76,6 @@ def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, tim
                 torch._foreach_add_(total, found)
             else:
                 total = [f.clone() for f in found] if len(rows) > probe.rows else list(found)
-    if not sharded(parameters):  # the gradient of a sharded model is already the mean over ranks
-        ranks.average_(total)
     return total
 
 

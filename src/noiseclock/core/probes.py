@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.table import lasting
+
+Measured = TypeVar("Measured")
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
@@ -196,9 +198,13 @@ class Probe:
         noise_rows = rows if noise_rows is None else noise_rows
         if not len(time) == len(rows) == len(noise_rows):
             raise ValueError(f"times, rows and noise rows must have the same length, got {len(time)}, {len(rows)} and {len(noise_rows)}")
+        return self.within_memory(lambda: self._losses(time, rows, noise_rows))
+
+    def within_memory(self, measure: Callable[[], Measured]) -> Measured:
+        """What `measure()` returns; if memory runs out, it is called again with half as many `rows`, which it must respect."""
         while True:
             try:
-                return self._losses(time, rows, noise_rows)
+                return measure()
             except torch.OutOfMemoryError:
                 # the ranks of a sharded model must make the same number of passes, so one rank alone cannot change its chunk size
                 if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):
