@@ -87,6 +87,32 @@ def test_torch_random_state_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [nc.Adaptive(every=1, queue=3, stride=100), nc.VarianceOptimal(every=1, bins=4, warmup=2), nc.Annealed(nc.LossEMA(refresh=1), start=1, stop=3)],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_default_device_of_the_users_changes_nothing(sampler):
+    """As `torch.set_default_device("cuda")` with data on the CPU; the meta device, which holds no numbers, tells at once what was put there."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model, x0 = Denoiser(), data()
+        optimizer = torch.optim.Adam(model.parameters())
+        with torch.device(device):
+            clock = nc.Clock("linear", sampler).attach(optimizer)
+            for _ in range(5):
+                b = clock.draw(x0, predict=model)
+                clock.loss(b, model(b.x_t, b.t)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            clock.load_state_dict(clock.state_dict())
+            losses = nc.measure.loss_over_time(clock, model, x0, times=[0.1, 0.7]).loss
+            gradients = nc.measure.gradient_variance(clock, model, x0, bins=2, samples=8).variance
+            found.append(np.concatenate([clock.plot_data().p, losses, gradients, clock.at(x0, 0.3, noise=x0).x_t.flatten().numpy()]))
+    assert (found[0] == found[1]).all()
+
+
 def test_micro_batches_share_the_strata_of_one_update():
     clock = nc.Clock("flow", "uniform")
     for _ in range(3):

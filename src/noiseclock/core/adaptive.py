@@ -403,7 +403,7 @@ class Adaptive(Sampler):
         if self.select == "all" or len(rows) < self.queue:
             return
         generator = torch.Generator("cpu").manual_seed(0)
-        random = torch.stack([torch.randperm(rows.shape[1], generator=generator)[: self.count] for _ in range(20)])
+        random = torch.stack([torch.randperm(rows.shape[1], generator=generator, device="cpu")[: self.count] for _ in range(20)])
         by_chance = r_squared(rows, random).sort().values[10]
         self._chance = self._chance + 1 if not self._queue.r_squared > by_chance else 0
         if self._chance >= 5:

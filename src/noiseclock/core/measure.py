@@ -136,7 +136,7 @@ def gradient_variance(
     noise = _noise(x0, _generator(x0.device, seed, "noise"))
     autocast = autocast_dtype(x0.device)
     probe = Probe(predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model), autocast=autocast)
-    found = gradient_moments(probe, torch.as_tensor(time), half).cpu().double().numpy()
+    found = gradient_moments(probe, torch.as_tensor(time, device="cpu"), half).cpu().double().numpy()
     if weighted:
         found = found * _weights(clock, x0, time) ** 2
     variance, squared_norm = found.reshape(2, bins, pairs)
@@ -334,14 +334,14 @@ def _grid(times: int | Sequence[float] | Array) -> Array:
         if times < 1:
             raise ValueError(f"the number of times must be at least 1, got {times}")
         return (np.arange(times) + 0.5) / times
-    return as_time(torch.as_tensor(np.asarray(times, dtype=np.float64))).reshape(-1).numpy().copy()
+    return as_time(torch.as_tensor(np.asarray(times, dtype=np.float64), device="cpu")).reshape(-1).numpy().copy()
 
 
 def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
     """(n,) the weight of the loss at times (n,)."""
     # `at` knows the mean of a normalised weighting; `like` only sets the device
     like = torch.zeros(len(time), 1, device=x0.device)
-    return np.asarray(clock.at(like, torch.as_tensor(time), noise=like).weight.cpu().double())
+    return np.asarray(clock.at(like, torch.as_tensor(time, device="cpu"), noise=like).weight.cpu().double())
 
 
 def _modules(predict: Predict, model: nn.Module | None) -> list[nn.Module]:

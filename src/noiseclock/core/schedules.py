@@ -35,7 +35,7 @@ CONVERGED_SLOPE = 0.1
 def as_time(time: Tensor | float) -> Tensor:
     """`time` as a floating tensor. Values are checked on the CPU only: reading them from another device would synchronise."""
     if not isinstance(time, Tensor):
-        time = torch.as_tensor(time, dtype=torch.float64)
+        time = torch.as_tensor(time, dtype=torch.float64, device="cpu")
     if not time.is_floating_point():
         raise TypeError(f"time must be floating point in [0, 1], got {time.dtype}; for integer steps use schedule.time_of(step)")
     if time.device.type == "cpu" and not bool(((time >= 0) & (time <= 1)).all()):
