@@ -340,6 +340,10 @@ def test_the_base_may_be_annealed():
 
 def test_equal_settings_are_equal_however_written():
     nc.Clock("linear", "uniform", nc.MinSNR(5)).load_state_dict(nc.Clock("linear", "uniform", nc.MinSNR(5.0)).state_dict())
+    for name in ("linear", "quadratic", "scaled-linear"):
+        written = nc.schedule(name, beta_start=np.float64(0.0015), beta_end=np.float64(0.0195))
+        read = nc.schedule(name, beta_start=0.0015, beta_end=0.0195)
+        nc.Clock(written, "uniform").load_state_dict(nc.Clock(read, "uniform").state_dict())
 
 
 @pytest.mark.parametrize("wrap", [lambda sampler: sampler, nc.Mixture], ids=["itself", "in a mixture"])

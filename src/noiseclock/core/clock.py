@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -158,6 +159,7 @@ class Clock:
         check_batch(x0, noise)
         if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
             raise ValueError(f"micro must be a tuple (i, n) of whole numbers with 0 <= i < n, got {micro}")
+        micro = index(micro[0]), index(micro[1])
         if get_worker_info() is not None:  # each worker gets a new copy of the clock in every epoch
             raise ValueError("in a DataLoader every worker would draw the same times and noise in every epoch; call clock.draw in the training loop")
         if micro[0] == 0 and not _capturing(x0):
@@ -523,6 +525,9 @@ def _check_place(rank: int | None, world_size: int | None) -> tuple[int, int] | 
         return None
     if rank is None or world_size is None:
         raise ValueError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
+    if not hasattr(rank, "__index__") or not hasattr(world_size, "__index__"):
+        raise TypeError(f"rank and world_size must be whole numbers, got rank={rank!r}, world_size={world_size!r}")
+    rank, world_size = index(rank), index(world_size)  # numpy's numbers would overflow in the hashes of streams
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
     return rank, world_size

@@ -318,6 +318,10 @@ class Linear(Discrete):
     beta_end: float = 0.02
     zero_terminal_snr: bool = False
 
+    def __post_init__(self) -> None:
+        take_positive(self, "beta_start", "beta_end")
+        super().__post_init__()
+
     def _make_betas(self) -> Array:
         return _spaced(self.beta_start, self.beta_end, self.steps, 1)
 
@@ -330,6 +334,10 @@ class Quadratic(Discrete):
     beta_start: float = 1e-4
     beta_end: float = 0.02
     zero_terminal_snr: bool = False
+
+    def __post_init__(self) -> None:
+        take_positive(self, "beta_start", "beta_end")
+        super().__post_init__()
 
     def _make_betas(self) -> Array:
         return _spaced(self.beta_start, self.beta_end, self.steps, 2)
