@@ -291,10 +291,24 @@ def test_a_fused_adam_that_has_made_no_step_yet_prices_nothing(kind):
     assert prices == pytest.approx([0, 1.95, 1 + 0.95 + 0.95**2 + 0.95**3])
 
 
+class Own(torch.optim.RMSprop):
+    """An optimiser that has no learning rate, or calls it otherwise."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters)
+        for group in self.param_groups:
+            self.rate = group.pop("lr")
+
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(self.rate * p.grad.sign())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, Own])
 @pytest.mark.parametrize("kind", [nc.VarianceOptimal, nc.Lookahead])
-def test_an_unknown_optimiser_is_said_once(kind):
+def test_an_unknown_optimiser_is_said_once(kind, optimizer):
     model = Denoiser(width=8)
-    clock = nc.Clock("linear", kind(every=1)).attach(torch.optim.RMSprop(model.parameters()), model=model)
+    clock = nc.Clock("linear", kind(every=1)).attach(optimizer(model.parameters()), model=model)
 
     def train():
         for _ in range(3):
@@ -302,7 +316,7 @@ def test_an_unknown_optimiser_is_said_once(kind):
             clock.loss(b, model(b.x_t, b.t)).mean().backward()
             clock.optimizer.step()
 
-    with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of RMSprop is not known, .* without preconditioning") as told:
+    with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of {optimizer.__name__} is not known, .* without preconditioning") as told:
         train()
     assert len(told) == 1
     assert clock.sampler.probes == 3

@@ -96,7 +96,8 @@ class Clock:
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
         self._hooks: list[Any] = []
-        self._stepping = False  # does the optimiser's step run? Then a draw belongs to it, as those of a closure do
+        # `_waiting` when the optimiser's step began, None outside a step: a draw inside belongs to the step, as those of a closure do
+        self._step_began: int | None = None
         self._hook_counts: bool | None = None  # does the hook see all updates? None before the first, False after a capture: replays run no hook
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
@@ -274,10 +275,14 @@ class Clock:
         return self
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepping = True
+        if self._step_began not in (None, self._waiting):  # the last step raised an error, and its batch was left out
+            self._probe, self._paired = None, False
+        self._step_began = self._waiting
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepping = False
+        if self._step_began is None:  # the step of a subclass, after that of its parent class: torch runs the hooks for both
+            return
+        self._step_began = None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._hook_counts = False
             return  # a capture makes no update; the user reports each replay by `updated`
@@ -397,7 +402,7 @@ class Clock:
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
                 "call clock.attach(optimizer), or clock.updated() after each update"
             )
-        if self._paired and not self._stepping and self._without_gradients():
+        if self._paired and self._step_began is None and self._without_gradients():
             self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
@@ -497,7 +502,7 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: references to the optimiser, the model and the current step are left out. Attach the copy again."""
-        hooks = {"_hooks": [], "_stepping": False, "_hook_counts": None, "optimizer": None}
+        hooks: dict[str, Any] = {"_hooks": [], "_step_began": None, "_hook_counts": None, "optimizer": None}
         return {**self.__dict__, **hooks, "_model": None, "_probe": None, "_batch": None, "_paired": False}
 
 

@@ -26,7 +26,7 @@ Measured = TypeVar("Measured")
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
-    """The modules that a callable runs: itself, the owner of a method, or those that a function or partial refers to."""
+    """The modules that a callable runs: itself, the owner of a method, or those that a partial or a function refers to, decorated or not."""
     if isinstance(predict, nn.Module):
         return [predict]
     if isinstance(predict, functools.partial):
@@ -35,7 +35,7 @@ def modules_of(predict: Any) -> list[nn.Module]:
     if inspect.ismethod(predict):
         return modules_of(predict.__self__)
     if inspect.isfunction(predict):
-        seen = inspect.getclosurevars(predict)
+        seen = inspect.getclosurevars(inspect.unwrap(predict))
         return [value for value in (*seen.nonlocals.values(), *seen.globals.values()) if isinstance(value, nn.Module)]
     return []
 
@@ -46,6 +46,7 @@ def rows_held(predict: Any, batch: int) -> list[str]:
     if isinstance(predict, functools.partial):
         held = {**{f"argument {i}": value for i, value in enumerate(predict.args)}, **predict.keywords}
     elif inspect.isfunction(predict):
+        predict = inspect.unwrap(predict)
         seen = inspect.getclosurevars(predict)
         # getclosurevars counts attribute names as globals, but `unet(x, t).sample` has nothing to do with a global `sample`
         named = {instruction.argval for instruction in dis.get_instructions(predict) if instruction.opname == "LOAD_GLOBAL"}
