@@ -213,6 +213,24 @@ def fed(s, probes, *, scatter=0.0, base="uniform", seed=0, **options):
     return sampler
 
 
+def test_conditioning_with_as_many_rows_as_are_measured_is_no_samples_own():
+    """A table of 8 rows that all of 16 samples share, of which 8 are measured, 4 at a time."""
+    seen = []
+
+    class Watched(Denoiser):
+        def forward(self, x, t, table):
+            seen.append((len(x), table))
+            return super().forward(x, t)
+
+    model, table = Watched(width=8), torch.randn(8, 2)
+    clock = nc.Clock("linear", nc.VarianceOptimal(samples=8), probe_rows=4).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    b = clock.draw(ring().sample(16), predict=model, cond={"table": table})
+    clock.loss(b, model(b.x_t, b.t, table)).mean().backward()
+    clock.optimizer.step()
+    assert [rows for rows, _ in seen] == [16, *[4] * 4]
+    assert all(torch.equal(given, table) for _, given in seen)
+
+
 def test_the_density_is_the_root_with_a_floor():
     s = [16.0, 4.0, 1.0, 1.0]
     sampler = fed(s, 10, floor=0.1)

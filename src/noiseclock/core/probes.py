@@ -177,13 +177,6 @@ class Probe:
                 "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them"
             )
 
-    def first(self, samples: int) -> Probe:
-        """This probe with only the first `samples` samples of the batch."""
-        other, size = copy(self), len(self.x0)
-        other.x0, other.noise, other.rows = self.x0[:samples], self.noise[:samples], min(self.rows, samples)
-        other.cond = take_rows(self.cond, torch.arange(len(other.x0), device=self.x0.device), size)
-        return other
-
     def exact(self) -> Probe:
         """This probe without autocast, for differences that bfloat16 would round away."""
         other = copy(self)
