@@ -146,6 +146,9 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         ({**good, "sampler": {"x": 1}}, "has no state, got"),
         ({**good, "record": {}}, "50 bins"),
         ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
+        ({**good, "noise": {**good["noise"], "state": good["noise"]["state"].float()}}, "noise is incomplete"),  # all tensors cast, as of a model
+        ({**good, "setup": None}, "not a complete state of a Clock: its setup is None"),
+        ({**good, "record": [1]}, r"not a complete state of a Clock: its record is \[1\]"),
         ({**good, "draws": "x"}, "invalid literal"),
         ({**good, "autocast": "int8"}, "unknown autocast of the state 'int8'"),
         (None, "not a complete state of a Clock: it is None"),

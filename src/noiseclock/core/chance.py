@@ -100,8 +100,9 @@ class Chance:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless the state fits."""
         int(state["draws"])
-        if state["noise"] and set(state["noise"]) != {"device", "rank", "world_size", "state"}:
-            raise ValueError("the state of the noise is incomplete")
+        noise = state["noise"]
+        if noise and (set(noise) != {"device", "rank", "world_size", "state"} or getattr(noise["state"], "dtype", None) is not torch.uint8):
+            raise ValueError("the state of the noise is incomplete: it must hold device, rank, world_size and a state of bytes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""

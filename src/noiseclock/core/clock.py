@@ -475,6 +475,9 @@ class Clock:
         if not isinstance(state, Mapping) or (missing := STATE - set(state)):
             lacks = f"{', '.join(sorted(missing))} missing" if isinstance(state, Mapping) else f"it is {state!r}"
             raise ValueError(f"this is not a complete state of a Clock: {lacks}")
+        for part in ("setup", "record", "sampler", "noise"):
+            if not isinstance(state[part], Mapping):
+                raise ValueError(f"this is not a complete state of a Clock: its {part} is {state[part]!r}")
         if state["version"] != VERSION:
             raise ValueError(f"the state has version {state['version']}, but this library reads version {VERSION} only")
         for part, mine in self._setup().items():
