@@ -8,6 +8,7 @@ otherwise it starts a new stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ PURPOSES = ("noise", "probe", "sampler")
 
 
 class Chance:
-    """The random numbers of one clock on one rank. place: (rank, world size), that of torch.distributed if None."""
+    """The random numbers of one clock on one rank. rank, world_size: those of torch.distributed if None."""
 
-    def __init__(self, seed: int, place: tuple[int, int] | None) -> None:
-        self.seed, self._place = seed, place
+    def __init__(self, seed: int, rank: int | None, world_size: int | None) -> None:
+        self.seed, self._place = seed, _check_place(rank, world_size)
         with lasting():
             self.draws = torch.zeros((), dtype=torch.int64, device="cpu")  # number of draws so far, on the device of the data
         self._starts: dict[tuple[int, int, int, int], Table] = {}
@@ -114,3 +115,16 @@ class Chance:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a generator cannot be copied, but its state can."""
         return {**self.__dict__, "_noise": None, "_saved_noise": self.state_dict()["noise"] or None}
+
+
+def _check_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise ValueError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
+    if not hasattr(rank, "__index__") or not hasattr(world_size, "__index__"):
+        raise TypeError(f"rank and world_size must be whole numbers, got rank={rank!r}, world_size={world_size!r}")
+    rank, world_size = index(rank), index(world_size)  # numpy's numbers would overflow in the hashes of streams
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
+    return rank, world_size

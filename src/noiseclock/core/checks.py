@@ -62,6 +62,11 @@ def brief(text: str) -> str:
     return re.sub(r"\[((?:[-+.\de]+, ){5,}[-+.\de]+)\]", ends, first.removesuffix("(") + "(...)" if rest else first)
 
 
+def without_address(text: str) -> str:
+    """A repr without the memory address in Python's default repr, which differs in every run."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
 def told_apart(one: str, other: str) -> tuple[str, str]:
     """Shorten two different descriptions so that they fit into a sentence and still differ."""
     short = brief(one)[:300], brief(other)[:300]

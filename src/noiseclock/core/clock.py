@@ -9,7 +9,6 @@ Between `draw` and `loss` nothing is read back from the device and no random num
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,14 +22,14 @@ from torch.utils.data import get_worker_info
 from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
-from noiseclock.core.checks import brief, choose, take_whole, told_apart
+from noiseclock.core.checks import brief, choose, take_whole, told_apart, without_address
 from noiseclock.core.directions import unwrapped
 from noiseclock.core.eager import eager
 from noiseclock.core.health import warn
-from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
+from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
-from noiseclock.core.samplers import Sampler, Setting, Uniform
+from noiseclock.core.samplers import Sampler, Setting, Uniform, mean_under
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
 from noiseclock.core.table import Table, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
@@ -86,12 +85,12 @@ class Clock:
         probe_rows: int | None = None,
     ) -> None:
         self.schedule = names.schedule(schedule)
-        self.objective = _objective(objective, schedule)
+        self.objective = names.objective(objective, schedule)
         self.weighting = make_weighting(weighting)
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
         self.seed = int(seed)
-        self._chance = Chance(self.seed, _check_place(rank, world_size))
+        self._chance = Chance(self.seed, rank, world_size)
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
@@ -242,17 +241,7 @@ class Clock:
     def _measure_mean(self) -> Tensor:
         """The mean weight under the sampler, or under the base when the loss is corrected to it."""
         density = self.base if self.corrected else self.sampler
-        if isinstance(self.schedule, Discrete):
-            step = torch.arange(self.schedule.steps, device="cpu")
-            weight = self.weighting(self.schedule, self.schedule.time_of(step), self.objective)
-            return (density.log_pmf(step, self.schedule.steps).exp() * weight).sum()
-        # a grid evenly spaced in logit(u), because weights may be steep at both ends of time
-        x = torch.linspace(-35, 35, 2**16, dtype=torch.float64, device="cpu")
-        time = torch.sigmoid(x)
-        share = density.log_prob(time).exp() * time * torch.sigmoid(-x)
-        if share.sum() == 0:
-            raise ValueError(f"normalize=True cannot compute the mean weight under {density}, which is too narrow; leave normalize out")
-        return (share * self.weighting(self.schedule, time, self.objective)).sum() / share.sum()
+        return mean_under(density, self.schedule, lambda time: self.weighting(self.schedule, time, self.objective))
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
 
@@ -490,7 +479,7 @@ class Clock:
         self.record.check(state["record"])
 
     def _setup(self) -> dict[str, Any]:
-        parts = {name: _described(getattr(self, name)) for name in ("schedule", "sampler", "weighting", "objective", "base")}
+        parts = {name: without_address(repr(getattr(self, name))) for name in ("schedule", "sampler", "weighting", "objective", "base")}
         return {**parts, "corrected": self.corrected, "seed": self.seed}
 
     # --- ranks and random numbers -------------------------------------------------------------------------------------------------------
@@ -509,33 +498,5 @@ class Clock:
         return {**self.__dict__, **hooks, "_model": None, "_probe": None, "_batch": None, "_paired": False}
 
 
-def _objective(given: str | Objective | None, schedule: Any) -> Objective:
-    told = names.objective_of_diffusers(schedule)
-    if given is None:
-        return told or make_objective("eps")
-    chosen = make_objective(given)
-    if told is not None and chosen.name != told.name:
-        raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told.name!r}; change one of them")
-    return chosen
-
-
-def _described(part: Any) -> str:
-    """The repr without the memory address in Python's default repr, which differs in every run."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
-
-
 def _capturing(x0: Tensor) -> bool:
     return x0.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _check_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
-        raise ValueError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
-    if not hasattr(rank, "__index__") or not hasattr(world_size, "__index__"):
-        raise TypeError(f"rank and world_size must be whole numbers, got rank={rank!r}, world_size={world_size!r}")
-    rank, world_size = index(rank), index(world_size)  # numpy's numbers would overflow in the hashes of streams
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
-    return rank, world_size
