@@ -1,6 +1,7 @@
 """The first-order utility of times: against exact gradients, its bias where it prices what it asked, and the density that follows from it."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -239,8 +240,11 @@ def test_two_processes_that_share_a_model_take_the_gradient_of_both_halves(free_
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="unknown target of Lookahead 'fid'; known: min-snr, simple, vlb"):
+    with pytest.raises(ValueError, match="unknown target 'fid'; known: min-snr, simple, vlb"):
         nc.Lookahead(target="fid")
+    for wrong, got in ((nc.MinSNR, "the class MinSNR itself: write MinSNR()"), (5, "int")):
+        with pytest.raises(TypeError, match=re.escape(f"target must be a name or an object of Weighting, got {got}")):
+            nc.Lookahead(target=wrong)
     with pytest.raises(ValueError, match=r"power must lie in \[0, 1\]"):
         nc.Lookahead(power=2.0)
     model, _, clock = trained_a_little("lookahead")

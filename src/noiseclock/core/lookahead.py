@@ -23,7 +23,7 @@ from torch import Tensor
 
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call, noised
-from noiseclock.core.checks import choose, take_finite
+from noiseclock.core.checks import resolve, take_finite
 from noiseclock.core.directions import derivative, gradients, local, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
@@ -32,6 +32,11 @@ from noiseclock.core.samplers import Setting
 from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
 
 TARGETS: dict[str, Callable[[], Weighting]] = {"simple": lambda: Constant(on="eps"), "min-snr": MinSNR, "vlb": VLB}
+
+
+def target_of(target: str | Weighting) -> Weighting:
+    """The weighting of a target objective, or of the one called so."""
+    return resolve("target", target, Weighting, TARGETS, {})
 
 
 def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequence[Tensor | float], *, number: int = 0) -> tuple[Tensor, Tensor]:
@@ -114,16 +119,14 @@ class Lookahead(Priced):
         take_finite(self, "power")
         if not 0 <= self.power <= 1:
             raise ValueError(f"Lookahead: power must lie in [0, 1], got {self.power}")
-        if isinstance(self.target, str):
-            choose("target of Lookahead", self.target, TARGETS)
+        target_of(self.target)
 
     @property
     def corrects(self) -> bool:
         return False
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
-        target = TARGETS[self.target]() if isinstance(self.target, str) else self.target
-        return utility(probe, setting.weighting, target, self._metric(probe), number=number)
+        return utility(probe, setting.weighting, target_of(self.target), self._metric(probe), number=number)
 
     def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
         return self._base_cells() * price.clamp(min=0) ** self.power, self._clear(price)
