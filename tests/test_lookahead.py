@@ -2,6 +2,7 @@
 
 import copy
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -203,11 +204,21 @@ def asked(model, half: int):
     return _gradient(clock._probe.exact(), list(model.parameters()), TARGETS["simple"](), evenly(16, 0.3, x0.device), rows), clock
 
 
+def direction_of(model, half: int):
+    """The direction in which a rank's probe measures its own half of the data."""
+    _, clock = asked(model, half)
+    directions = []
+    with patch("noiseclock.core.lookahead.derivative", lambda modules, parameters, direction, losses: directions.extend(direction) or torch.ones(16)):
+        clock.sampler.after(clock._probe, None)
+    return torch.cat([d.flatten() for d in directions])
+
+
 def _together(rank: int, port: int, results) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         torch.manual_seed(0)
         model = Denoiser(width=16)
+        results["direction", rank] = direction_of(model, rank)
         for layer in (*model.net, model):
             if list(layer.parameters()):
                 fully_shard(layer)
@@ -233,6 +244,12 @@ def test_two_processes_that_share_a_model_take_the_gradient_of_both_halves(free_
     for rank in range(2):
         assert found["kept", rank]
         assert torch.allclose(found["gradient", rank], wanted, rtol=1e-4, atol=1e-6)
+    # of replicas too each rank measures along the gradient of both halves
+    torch.manual_seed(0)
+    model = Denoiser(width=16)
+    mean = (direction_of(model, 0) + direction_of(model, 1)) / 2
+    assert torch.equal(found["direction", 0], found["direction", 1])
+    assert torch.allclose(found["direction", 0], mean, rtol=1e-4, atol=1e-7)
     assert torch.equal(found["curve", 0], found["curve", 1])
     assert found["curve", 0].isfinite().all()
     assert found["curve", 0].abs().max() > 0
