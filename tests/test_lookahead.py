@@ -162,6 +162,7 @@ def test_the_standard_error_is_that_of_the_fading_mean(probes):
     """4000 bins that are priced alike but for noise: their means differ by it. The variance of 4000 numbers is known to √(2/4000) = 2.2 %, four times
     that; and so is the mean of the claimed ones, but of two probes, where each is that of one number, squared: √2/√4000 = 2.2 % again."""
     sampler = nc.Clock("linear", nc.Lookahead(bins=4000)).sampler
+    sampler._prices = lambda: torch.ones(4000, dtype=torch.float64)  # what the density is made of, by a table of 4000 × 4000: not asked for here
     generator = torch.Generator().manual_seed(0)
     for _ in range(probes):
         sampler._fold((torch.arange(4000).double() + 0.5) / 4000, torch.randn(4000, generator=generator, dtype=torch.float64))
