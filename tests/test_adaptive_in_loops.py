@@ -318,6 +318,24 @@ def test_ranks_share_queue_selection_and_policy_and_draw_different_times(wrapped
     assert torch.equal(clock.sampler._policy.state_dict()["net.1.weight"], policy["net.1.weight"])
 
 
+def test_every_rank_and_seed_measures_after_the_update_with_its_own_fresh_noise():
+    """That of the released code: the same on all ranks, it would not average out over them."""
+    noises = []
+    for seed, rank in ((0, 0), (0, 1), (1, 0)):
+        torch.manual_seed(0)
+        model = Denoiser(width=8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        clock = nc.Clock(nc.schedule("linear", steps=9), nc.Adaptive.released(every=1), seed=seed, rank=rank, world_size=2).attach(optimizer)
+        for _ in range(2):
+            b = clock.draw(ring().sample(16, torch.Generator().manual_seed(0)), predict=model)
+            probe, before = clock._probe, clock._probe.noise
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            noises += [before, probe.noise]
+    assert not any((x == y).any() for i, x in enumerate(noises) for y in noises[:i])
+
+
 @pytest.mark.parametrize("place", [(None, None), (1, 2), (0, 4)], ids=["its own", "both the second", "of four"])
 def test_two_ranks_probe_what_one_would(place, free_port):
     """The row of differences of rank 0's x0 is the same whether its times are shared out or not.

@@ -74,6 +74,17 @@ def test_same_seed_same_batches_and_another_seed_others():
     assert not torch.equal(first.noise, other.noise)
 
 
+@pytest.mark.parametrize("sampler", [nc.Uniform(), nc.Independent()], ids=repr)
+def test_ranks_and_micro_batches_may_be_numpy_numbers(sampler):
+    def times(number):
+        clock = nc.Clock("linear", sampler, rank=number(1), world_size=number(2))
+        return torch.cat([clock.draw(data(), micro=(number(i), number(2))).time for i in range(2)])
+
+    assert torch.equal(times(np.int64), times(int))
+    with pytest.raises(TypeError, match=r"must be whole numbers, got rank=0\.0, world_size=2"):
+        nc.Clock("linear", sampler, rank=0.0, world_size=2)
+
+
 def test_a_seed_may_be_a_numpy_number():
     clock, twin = (nc.Clock("linear", "uniform", seed=seed) for seed in (np.int64(7), 7))
     assert torch.equal(clock.draw(data()).noise, twin.draw(data()).noise)
@@ -85,6 +96,32 @@ def test_torch_random_state_is_left_alone():
     before = torch.get_rng_state()
     nc.Clock("linear", "uniform").draw(data())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [nc.Adaptive(every=1, queue=3, stride=100), nc.VarianceOptimal(every=1, bins=4, warmup=2), nc.Annealed(nc.LossEMA(refresh=1), start=1, stop=3)],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_default_device_of_the_users_changes_nothing(sampler):
+    """As `torch.set_default_device("cuda")` with data on the CPU; the meta device, which holds no numbers, tells at once what was put there."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model, x0 = Denoiser(), data()
+        optimizer = torch.optim.Adam(model.parameters())
+        with torch.device(device):
+            clock = nc.Clock("linear", sampler).attach(optimizer)
+            for _ in range(5):
+                b = clock.draw(x0, predict=model)
+                clock.loss(b, model(b.x_t, b.t)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            clock.load_state_dict(clock.state_dict())
+            losses = nc.measure.loss_over_time(clock, model, x0, times=[0.1, 0.7]).loss
+            gradients = nc.measure.gradient_variance(clock, model, x0, bins=2, samples=8).variance
+            found.append(np.concatenate([clock.plot_data().p, losses, gradients, clock.at(x0, 0.3, noise=x0).x_t.flatten().numpy()]))
+    assert (found[0] == found[1]).all()
 
 
 def test_micro_batches_share_the_strata_of_one_update():
@@ -100,20 +137,27 @@ def test_a_short_last_batch_is_drawn_as_well():
     assert len(clock.draw(data(3), micro=(1, 2)).time) == 3
 
 
-@pytest.mark.parametrize("sizes", [(4, 3), (8, 5), (8, 8, 8, 5), (8, 4, 3)])
-def test_independent_times_of_unequal_micro_batches_do_not_repeat(sizes):
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4, 3), (4, 3)), ((8, 8, 8, 5), (8, 8, 8, 5)), ((8, 4, 3), (8, 4, 3)), ((8,), (5,)), ((5,), (8,)), ((8, 8), (5, 8)), ((6, 8), (8, 3))],
+)
+def test_independent_times_of_batches_of_any_sizes_do_not_repeat(first, second):
+    """Over micro-batches and ranks, whose batches may differ in size from the first one on."""
     clocks = [nc.Clock("flow", nc.Independent(), rank=rank, world_size=2) for rank in range(2)]
     for _ in range(2):
-        times = torch.cat([clock.draw(data(n), micro=(i, len(sizes))).time for clock in clocks for i, n in enumerate(sizes)])
+        drawn = zip(clocks, (first, second), strict=True)
+        times = torch.cat([clock.draw(data(n), micro=(i, len(sizes))).time for clock, sizes in drawn for i, n in enumerate(sizes)])
         assert len(times.unique()) == len(times)
 
 
-def test_independent_times_of_equal_micro_batches_are_consecutive_places_of_one_stream():
-    clock = nc.Clock("flow", nc.Independent(), seed=7)
+def test_independent_times_of_one_process_are_those_of_the_seeds_own_stream():
+    """However the update is divided after its first micro-batch: what was drawn before with this seed is drawn again."""
+    clock, divided = (nc.Clock("flow", nc.Independent(), seed=7) for _ in range(2))
     for update in (1, 2):
-        for i in range(3):
-            expected = independent(places(7, 5, part=i, parts=3), torch.tensor(update), 5)
-            assert torch.equal(clock.draw(data(5), micro=(i, 3)).time, expected)
+        expected = independent(places(7, 5), torch.tensor(update), 5)
+        assert torch.equal(clock.draw(data(5)).time, expected)
+        assert torch.equal(divided.draw(data(5), micro=(0, 2)).time, expected)
+        divided.draw(data(3), micro=(1, 2))
 
 
 # --- base and correction -----------------------------------------------------------------------------------------------------------------

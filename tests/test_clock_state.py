@@ -146,6 +146,9 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         ({**good, "sampler": {"x": 1}}, "has no state, got"),
         ({**good, "record": {}}, "50 bins"),
         ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
+        ({**good, "noise": {**good["noise"], "state": good["noise"]["state"].float()}}, "noise is incomplete"),  # all tensors cast, as of a model
+        ({**good, "setup": None}, "not a complete state of a Clock: its setup is None"),
+        ({**good, "record": [1]}, r"not a complete state of a Clock: its record is \[1\]"),
         ({**good, "draws": "x"}, "invalid literal"),
         ({**good, "autocast": "int8"}, "unknown autocast of the state 'int8'"),
         (None, "not a complete state of a Clock: it is None"),
@@ -340,6 +343,10 @@ def test_the_base_may_be_annealed():
 
 def test_equal_settings_are_equal_however_written():
     nc.Clock("linear", "uniform", nc.MinSNR(5)).load_state_dict(nc.Clock("linear", "uniform", nc.MinSNR(5.0)).state_dict())
+    for name in ("linear", "quadratic", "scaled-linear"):
+        written = nc.schedule(name, beta_start=np.float64(0.0015), beta_end=np.float64(0.0195))
+        read = nc.schedule(name, beta_start=0.0015, beta_end=0.0195)
+        nc.Clock(written, "uniform").load_state_dict(nc.Clock(read, "uniform").state_dict())
 
 
 @pytest.mark.parametrize("wrap", [lambda sampler: sampler, nc.Mixture], ids=["itself", "in a mixture"])

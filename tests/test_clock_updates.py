@@ -42,6 +42,64 @@ def test_a_closure_that_draws_many_times_is_one_update():
     assert not torch.equal(draws[0], draws[1])
 
 
+class Own(torch.optim.SGD):
+    """A user's optimiser: torch runs the hooks once for its step and once for that of its parent class, if there has been one of those too."""
+
+    broken = False
+
+    def step(self, closure=None):
+        if self.broken:
+            raise RuntimeError("mine")
+        return super().step(closure)
+
+
+def test_a_step_within_a_step_is_one_update():
+    model = Denoiser()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Own(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    train(clock, model, optimizer, steps=4)
+    assert clock.updates == 4
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("where", ["step", "closure"])
+def test_after_a_step_that_raised_an_error_the_model_is_probed_anew(where):
+    """By a user who leaves such a batch out and goes on: the next update belongs to another batch."""
+    model = Denoiser()
+    optimizer = Own(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", Probing()).attach(optimizer)
+    batches = []
+
+    def closure():
+        optimizer.zero_grad()
+        batches.append(clock.draw(data(), predict=model))
+        loss = clock.loss(batches[-1], model(batches[-1].x_t, batches[-1].t)).mean()
+        loss.backward()
+        if where == "closure" and len(batches) == 1:
+            raise RuntimeError("mine")
+        return loss
+
+    def update():
+        if where == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+    optimizer.broken = where == "step"
+    with pytest.raises(RuntimeError, match="mine"):
+        update()
+    optimizer.broken = False
+    for _ in range(2):
+        optimizer.zero_grad()
+        update()
+    assert clock.updates == 2
+    seen = [entry[2] for entry in clock.sampler.seen if entry[0] == "after"]
+    # in a closure the second batch is probed; outside, it was drawn before the step that tells that the last one has failed
+    assert [any(batch is b for b in batches[1:]) for batch in seen] == [True]
+
+
 def test_a_closure_that_draws_many_times_is_probed_once_before_the_first_of_its_evaluations():
     """Each evaluation clears the gradients, as after a step that a GradScaler has skipped."""
     model = Denoiser()
@@ -153,6 +211,7 @@ def test_replays_are_counted_by_hand_beside_the_hook_of_eager_steps(monkeypatch)
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_available", lambda: True)
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        clock._before_step(optimizer, (), {})
         clock._after_step(optimizer, (), {})  # what optimizer.step() does in a capture; itself it would ask the device for more
     clock.updated()
     optimizer.step()

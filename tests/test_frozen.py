@@ -14,7 +14,6 @@ from noiseclock.core.directions import derivative, metric, normal, trained
 from noiseclock.core.lookahead import TARGETS
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import evenly
-from noiseclock.core.streams import finalize
 
 BINS = 4
 
@@ -107,7 +106,7 @@ def test_the_price_is_that_of_what_is_trained(freeze, optimizer):
     probe = clock._probe
     time, found = clock.sampler._price(probe, clock.sampler._setting, 7)
     power, _ = metric(clock.optimizer, adapters)
-    direction = normal(adapters, power, finalize(7) // 2)
+    direction = normal(adapters, power, probe.seed)
     x_t, target = noised(clock.schedule, clock.objective, probe.x0, probe.noise, time)
     wanted = []
     for loss in squared_error(model(x_t, clock.schedule.condition(time)), target):

@@ -1,6 +1,8 @@
 """The first-order utility of times: against exact gradients, its bias where it prices what it asked, and the density that follows from it."""
 
 import copy
+import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,6 +109,35 @@ def test_looking_changes_nothing():
     assert model.training
 
 
+def test_a_gradient_that_runs_out_of_memory_is_taken_in_parts_and_the_size_is_remembered():
+    class Small(Denoiser):
+        def forward(self, x, t):
+            if torch.is_grad_enabled() and not self.training and len(x) > 4:  # only gradients keep every layer's output
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x, t)
+
+    found = []
+    for kind in (Denoiser, Small):
+        torch.manual_seed(0)
+        model, data = kind(width=16), ring()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        clock = nc.Clock("linear", nc.Lookahead(every=1, bins=4)).attach(optimizer)
+        for step in range(3):
+            b = clock.draw(data.sample(32, torch.Generator().manual_seed(step)), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            if kind is Small and step == 0:
+                with pytest.warns(UserWarning, match="ran out of memory; it continues with [84] samples at a time") as told:
+                    optimizer.step()
+                assert len(told) == 2  # of the 16 samples that give the gradient, to 8 and to 4 at a time
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append((clock.sampler.curve[0], clock.probe_rows))
+    assert [rows for _, rows in found] == [None, 4]
+    # the parts of a sum in another order: float32, divided by a step of 1e-3 in the difference
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-2)
+
+
 def fed(c, probes, **options):
     sampler = nc.Clock("linear", nc.Lookahead(bins=len(c), **options)).sampler
     for _ in range(probes):
@@ -131,6 +162,7 @@ def test_the_standard_error_is_that_of_the_fading_mean(probes):
     """4000 bins that are priced alike but for noise: their means differ by it. The variance of 4000 numbers is known to √(2/4000) = 2.2 %, four times
     that; and so is the mean of the claimed ones, but of two probes, where each is that of one number, squared: √2/√4000 = 2.2 % again."""
     sampler = nc.Clock("linear", nc.Lookahead(bins=4000)).sampler
+    sampler._prices = lambda: torch.ones(4000, dtype=torch.float64)  # what the density is made of, by a table of 4000 × 4000: not asked for here
     generator = torch.Generator().manual_seed(0)
     for _ in range(probes):
         sampler._fold((torch.arange(4000).double() + 0.5) / 4000, torch.randn(4000, generator=generator, dtype=torch.float64))
@@ -173,11 +205,21 @@ def asked(model, half: int):
     return _gradient(clock._probe.exact(), list(model.parameters()), TARGETS["simple"](), evenly(16, 0.3, x0.device), rows), clock
 
 
+def direction_of(model, half: int):
+    """The direction in which a rank's probe measures its own half of the data."""
+    _, clock = asked(model, half)
+    directions = []
+    with patch("noiseclock.core.lookahead.derivative", lambda modules, parameters, direction, losses: directions.extend(direction) or torch.ones(16)):
+        clock.sampler.after(clock._probe, None)
+    return torch.cat([d.flatten() for d in directions])
+
+
 def _together(rank: int, port: int, results) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         torch.manual_seed(0)
         model = Denoiser(width=16)
+        results["direction", rank] = direction_of(model, rank)
         for layer in (*model.net, model):
             if list(layer.parameters()):
                 fully_shard(layer)
@@ -203,6 +245,12 @@ def test_two_processes_that_share_a_model_take_the_gradient_of_both_halves(free_
     for rank in range(2):
         assert found["kept", rank]
         assert torch.allclose(found["gradient", rank], wanted, rtol=1e-4, atol=1e-6)
+    # of replicas too each rank measures along the gradient of both halves
+    torch.manual_seed(0)
+    model = Denoiser(width=16)
+    mean = (direction_of(model, 0) + direction_of(model, 1)) / 2
+    assert torch.equal(found["direction", 0], found["direction", 1])
+    assert torch.allclose(found["direction", 0], mean, rtol=1e-4, atol=1e-7)
     assert torch.equal(found["curve", 0], found["curve", 1])
     assert found["curve", 0].isfinite().all()
     assert found["curve", 0].abs().max() > 0
@@ -210,14 +258,18 @@ def test_two_processes_that_share_a_model_take_the_gradient_of_both_halves(free_
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="unknown target of Lookahead 'fid'; known: min-snr, simple, vlb"):
+    with pytest.raises(ValueError, match="unknown target 'fid'; known: min-snr, simple, vlb"):
         nc.Lookahead(target="fid")
+    for wrong, got in ((nc.MinSNR, "the class MinSNR itself: write MinSNR()"), (5, "int")):
+        with pytest.raises(TypeError, match=re.escape(f"target must be a name or an object of Weighting, got {got}")):
+            nc.Lookahead(target=wrong)
     with pytest.raises(ValueError, match=r"power must lie in \[0, 1\]"):
         nc.Lookahead(power=2.0)
     model, _, clock = trained_a_little("lookahead")
     clock.probe(torch.zeros(4, 2), model)
+    few = nc.Probe(model, clock.schedule, clock.objective, torch.zeros(3, 2), noise=torch.zeros(3, 2), modules=[model], optimizer=clock.optimizer)
     with pytest.raises(ValueError, match="at least four samples"):
-        clock.sampler.after(clock._probe.first(3), None)
+        clock.sampler.after(few, None)
     sampler = nc.Lookahead()
     with pytest.raises(ValueError, match="Lookahead learns from a Clock"):
         sampler.after(clock._probe, None)

@@ -288,7 +288,9 @@ def test_measured_under_no_grad_and_bfloat16():
         (lambda c, m, x: gradient_variance(c, m.requires_grad_(False), x), ValueError, "no trained parameter"),
         (lambda c, m, x: gradient_variance(c, lambda x_t, t: x_t, x, model=m), ValueError, "depends on no trained parameter"),
         (lambda c, m, x: loss_over_time(c, torch.sin, x), ValueError, "pass it as model="),
-        (lambda c, m, x: loss_over_time(c, m, x, times=0), ValueError, "at least 1, got 0"),
+        (lambda c, m, x: gradient_variance(c, m, x, bins=0), ValueError, "at least one time or bin is needed, got 0"),
+        (lambda c, m, x: loss_over_time(c, m, x, times=0), ValueError, "at least one time or bin is needed, got 0"),
+        (lambda c, m, x: loss_over_time(c, m, x, times=[]), ValueError, r"at least one time or bin is needed, got \[\]"),
         (lambda c, m, x: loss_over_time(c, m, x, times=[1.5]), ValueError, r"must lie in \[0, 1\]"),
         (lambda c, m, x: loss_over_time(c, m, x, repeats=0), ValueError, "must be at least 1"),
         (lambda c, m, x: interdependence(c, m, None, x, interval=(0.5, 0.2)), ValueError, "0 <= lo < hi <= 1"),
@@ -297,6 +299,11 @@ def test_measured_under_no_grad_and_bfloat16():
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call(nc.Clock(FOUR_STEPS, "uniform"), Shared(), data(8))
+
+
+def test_the_number_of_times_may_be_a_numpy_number():
+    clock, model = nc.Clock(FOUR_STEPS, "uniform"), Shared()
+    assert np.array_equal(loss_over_time(clock, model, data(8), times=np.int64(2)).time, [0.25, 0.75])
 
 
 # --- utility ------------------------------------------------------------------------------------------------------------------------------

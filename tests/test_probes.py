@@ -87,7 +87,7 @@ def labelled(labels, x_t, t, model):
     return model(x_t, t, labels)
 
 
-@pytest.mark.parametrize("how", ["closure", "partial", "mapping", "global", "captions"])
+@pytest.mark.parametrize("how", ["closure", "partial", "mapping", "global", "captions", "decorated"])
 def test_labels_that_predict_brings_along_are_told_of(how):
     """They stay those of the whole batch, in its order, whatever samples are put through the model: wrong labels at best."""
     model, x0, labels = Denoiser(conditions=1), data(), torch.arange(16.0)[:, None]
@@ -99,6 +99,7 @@ def test_labels_that_predict_brings_along_are_told_of(how):
         "mapping": lambda x, t: model(x, t, extra["labels"]),
         "global": eval("lambda x, t: model(x, t, labels)", scope),
         "captions": lambda x, t: model(x, t, torch.tensor([[float(caption is None)] for caption in captions])),
+        "decorated": torch.autocast("cpu", enabled=False)(lambda x, t: model(x, t, labels)),
     }[how]
     name = {"captions": "captions", "partial": "argument 0", "mapping": r"extra\['labels'\]"}.get(how, "labels")
     with pytest.warns(UserWarning, match=f"predict holds {name}, with a row for each sample .* as cond, and let"):
@@ -145,7 +146,7 @@ def test_a_probing_sampler_without_a_model_says_so():
 MODEL = Denoiser()
 
 
-@pytest.mark.parametrize("kind", ["module", "lambda", "global", "method", "partial", "named"])
+@pytest.mark.parametrize("kind", ["module", "lambda", "global", "method", "partial", "decorated", "compiled", "named"])
 def test_the_model_is_found_behind_any_predict_and_left_as_it_was(kind):
     model = MODEL if kind == "global" else Denoiser()
     predict = {
@@ -154,6 +155,8 @@ def test_the_model_is_found_behind_any_predict_and_left_as_it_was(kind):
         "global": lambda x, t: MODEL(x, t),
         "method": model.forward,
         "partial": functools.partial(Denoiser.forward, model),
+        "decorated": torch.autocast("cpu", enabled=False)(lambda x, t: model(x, t)),
+        "compiled": torch.compile(lambda x, t: model(x, t), backend="eager"),
         "named": Opaque(model),
     }[kind]
     model.train()

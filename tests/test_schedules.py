@@ -249,7 +249,10 @@ def test_a_scheduler_object_is_read_without_its_library():
         (lambda: nc.schedule("linear", beta=3), TypeError, "takes no option 'beta'; allowed: steps, beta_start"),
         (lambda: nc.schedule("edm", steps=1000), TypeError, "takes no option 'steps'; allowed: sigma_min, sigma_max"),
         (lambda: nc.schedule(Flow(), steps=3), TypeError, "options go with the name of a schedule"),
-        (lambda: nc.schedule("linear", beta_start=0.0), ValueError, "noise must increase at every step.*step 0 has beta = 0"),
+        (lambda: nc.schedule("linear", beta_start=0.0), ValueError, "Linear: beta_start must be positive, got 0"),
+        (lambda: nc.schedule("quadratic", beta_start=-1e-4), ValueError, "Quadratic: beta_start must be positive, got -0.0001"),
+        (lambda: nc.schedule("scaled-linear", beta_end=2), ValueError, "noise must increase at every step.*has beta = 1.00"),
+        (lambda: nc.schedule("linear", beta_end="2e-2"), TypeError, "Linear: beta_end must be a number, got '2e-2'"),  # as YAML reads it
         (lambda: nc.schedule("betas", betas=[0.1, -0.1]), ValueError, "step 1 has beta = -0.1"),
         (lambda: nc.schedule("betas", betas=[0.1, float("nan")]), ValueError, "step 1 has beta = nan"),
         (lambda: nc.schedule("betas", betas=[1.0, 0.1]), ValueError, "step 0 has beta = 1"),

@@ -213,6 +213,24 @@ def fed(s, probes, *, scatter=0.0, base="uniform", seed=0, **options):
     return sampler
 
 
+def test_conditioning_with_as_many_rows_as_are_measured_is_no_samples_own():
+    """A table of 8 rows that all of 16 samples share, of which 8 are measured, 4 at a time."""
+    seen = []
+
+    class Watched(Denoiser):
+        def forward(self, x, t, table):
+            seen.append((len(x), table))
+            return super().forward(x, t)
+
+    model, table = Watched(width=8), torch.randn(8, 2)
+    clock = nc.Clock("linear", nc.VarianceOptimal(samples=8), probe_rows=4).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    b = clock.draw(ring().sample(16), predict=model, cond={"table": table})
+    clock.loss(b, model(b.x_t, b.t, table)).mean().backward()
+    clock.optimizer.step()
+    assert [rows for rows, _ in seen] == [16, *[4] * 4]
+    assert all(torch.equal(given, table) for _, given in seen)
+
+
 def test_the_density_is_the_root_with_a_floor():
     s = [16.0, 4.0, 1.0, 1.0]
     sampler = fed(s, 10, floor=0.1)
@@ -291,10 +309,24 @@ def test_a_fused_adam_that_has_made_no_step_yet_prices_nothing(kind):
     assert prices == pytest.approx([0, 1.95, 1 + 0.95 + 0.95**2 + 0.95**3])
 
 
+class Own(torch.optim.RMSprop):
+    """An optimiser that has no learning rate, or calls it otherwise."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters)
+        for group in self.param_groups:
+            self.rate = group.pop("lr")
+
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(self.rate * p.grad.sign())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, Own])
 @pytest.mark.parametrize("kind", [nc.VarianceOptimal, nc.Lookahead])
-def test_an_unknown_optimiser_is_said_once(kind):
+def test_an_unknown_optimiser_is_said_once(kind, optimizer):
     model = Denoiser(width=8)
-    clock = nc.Clock("linear", kind(every=1)).attach(torch.optim.RMSprop(model.parameters()), model=model)
+    clock = nc.Clock("linear", kind(every=1)).attach(optimizer(model.parameters()), model=model)
 
     def train():
         for _ in range(3):
@@ -302,7 +334,7 @@ def test_an_unknown_optimiser_is_said_once(kind):
             clock.loss(b, model(b.x_t, b.t)).mean().backward()
             clock.optimizer.step()
 
-    with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of RMSprop is not known, .* without preconditioning") as told:
+    with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of {optimizer.__name__} is not known, .* without preconditioning") as told:
         train()
     assert len(told) == 1
     assert clock.sampler.probes == 3
@@ -430,12 +462,27 @@ def test_it_knows_the_best_density_after_ten_times_fewer_probes_than_the_papers_
     assert [settled(SharedParameter, nc.VarianceOptimal(every=1, bins=10, decay=0.99), np.full(T, 1 / T), seed, 60) for seed in range(3)] == [0] * 3
 
 
+def test_every_probe_and_every_seed_looks_in_directions_of_its_own():
+    """Otherwise trainings that differ in their seed alone would err alike, and their spread would say too little."""
+    directions = []
+
+    def noted(parameters, power, seed):
+        directions.append(torch.cat([d.flatten() for d in normal(parameters, power, seed)]))
+        return normal(parameters, power, seed)
+
+    with patch("noiseclock.core.variance_optimal.normal", noted):
+        for seed in (0, 1):
+            priced(told(), 0, seed=seed)
+    assert len(directions) == 6  # three probes of each seed
+    assert not any((x == y).any() for i, x in enumerate(directions) for y in directions[:i])
+
+
 # --- several processes --------------------------------------------------------------------------------------------------------------------
 
 
-def priced(model, half: int, **place):
+def priced(model, half: int, seed: int = 2, **place):
     """(bins,) what three probes find on a rank's own half of the data."""
-    clock = nc.Clock("linear", nc.VarianceOptimal(bins=4), seed=2, **place).attach(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    clock = nc.Clock("linear", nc.VarianceOptimal(bins=4), seed=seed, **place).attach(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
     x0 = ring().sample(64, torch.Generator().manual_seed(4))[32 * half :][:32]
     for _ in range(3):
         clock._updates += 1

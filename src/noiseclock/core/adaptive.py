@@ -32,7 +32,6 @@ from noiseclock.core.probes import Probe, take_rows
 from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
 from noiseclock.core.schedules import Betas, Discrete, Linear, Quadratic
 from noiseclock.core.selection import SELECTORS, Queue, r_squared
-from noiseclock.core.streams import finalize
 from noiseclock.core.table import Table, cell, lasting, wide
 from noiseclock.core.weightings import VLB
 
@@ -251,7 +250,7 @@ class Adaptive(Sampler):
         if self._before is None:
             return
         if self.variant == "released":
-            generator = torch.Generator(probe.noise.device).manual_seed(finalize(self.probes) // 2)
+            generator = torch.Generator(probe.noise.device).manual_seed(probe.seed)
             probe.noise = torch.randn(probe.noise.shape, generator=generator, device=probe.noise.device, dtype=probe.noise.dtype)
         (batch_before, row_before), self._before = self._before, None
         batch_after, row_after = self._measure(probe)
@@ -404,7 +403,7 @@ class Adaptive(Sampler):
         if self.select == "all" or len(rows) < self.queue:
             return
         generator = torch.Generator("cpu").manual_seed(0)
-        random = torch.stack([torch.randperm(rows.shape[1], generator=generator)[: self.count] for _ in range(20)])
+        random = torch.stack([torch.randperm(rows.shape[1], generator=generator, device="cpu")[: self.count] for _ in range(20)])
         by_chance = r_squared(rows, random).sort().values[10]
         self._chance = self._chance + 1 if not self._queue.r_squared > by_chance else 0
         if self._chance >= 5:

@@ -8,6 +8,7 @@ otherwise it starts a new stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 import torch
@@ -17,19 +18,17 @@ from torch import Tensor
 from noiseclock.core.streams import finalize, independent, places, stratified
 from noiseclock.core.table import Table, lasting
 
-PURPOSES = ("noise", "probe")
+PURPOSES = ("noise", "probe", "sampler")
 
 
 class Chance:
-    """The random numbers of one clock on one rank. place: (rank, world size), that of torch.distributed if None."""
+    """The random numbers of one clock on one rank. rank, world_size: those of torch.distributed if None."""
 
-    def __init__(self, seed: int, place: tuple[int, int] | None) -> None:
-        self.seed, self._place = seed, place
+    def __init__(self, seed: int, rank: int | None, world_size: int | None) -> None:
+        self.seed, self._place = seed, _check_place(rank, world_size)
         with lasting():
             self.draws = torch.zeros((), dtype=torch.int64, device="cpu")  # number of draws so far, on the device of the data
-        self._starts: dict[tuple[int, int, int, bool], Table] = {}
-        # size of the first micro-batch of this update; not saved, because a run that stops within an update repeats the whole update
-        self._first: int | None = None
+        self._starts: dict[tuple[int, int, int, int], Table] = {}
         self._noise: torch.Generator | None = None
         self._saved_noise: Mapping[str, Any] | None = None
 
@@ -46,13 +45,12 @@ class Chance:
         rank, world_size = self.place()
         part, parts = micro[0] * world_size + rank, micro[1] * world_size
         number = self._next_draw(device, first=micro[0] == 0)
-        if micro[0] == 0 or self._first is None:
-            self._first = n
-        # places are counted in units of n: those of an odd-sized micro-batch may be another's, whose independent numbers it would repeat
-        odd = not evenly and n != self._first
-        key = (n, part, parts, odd)
+        seed = self.seed
+        if not evenly:
+            # Each part has its own stream: places in a common one are counted in units of n, and parts of different sizes would share some of them.
+            seed, part, parts = finalize(finalize(seed) + 1 + part) if part > 0 else seed, 0, 1
+        key = (seed, n, part, parts)
         if key not in self._starts:
-            seed = finalize(finalize(self.seed) + 1 + part) if odd else self.seed
             self._starts[key] = Table(places(seed, n, part=part, parts=parts))
         start = self._starts[key].on(device)
         return stratified(start, number, n, part=part, parts=parts) if evenly else independent(start, number, n)
@@ -103,8 +101,9 @@ class Chance:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless the state fits."""
         int(state["draws"])
-        if state["noise"] and set(state["noise"]) != {"device", "rank", "world_size", "state"}:
-            raise ValueError("the state of the noise is incomplete")
+        noise = state["noise"]
+        if noise and (set(noise) != {"device", "rank", "world_size", "state"} or getattr(noise["state"], "dtype", None) is not torch.uint8):
+            raise ValueError("the state of the noise is incomplete: it must hold device, rank, world_size and a state of bytes")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
@@ -116,3 +115,16 @@ class Chance:
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a generator cannot be copied, but its state can."""
         return {**self.__dict__, "_noise": None, "_saved_noise": self.state_dict()["noise"] or None}
+
+
+def _check_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise ValueError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
+    if not hasattr(rank, "__index__") or not hasattr(world_size, "__index__"):
+        raise TypeError(f"rank and world_size must be whole numbers, got rank={rank!r}, world_size={world_size!r}")
+    rank, world_size = index(rank), index(world_size)  # numpy's numbers would overflow in the hashes of streams
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
+    return rank, world_size

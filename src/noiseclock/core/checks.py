@@ -31,10 +31,11 @@ def resolve(kind: str, thing: Any, wanted: type[Thing], known: Mapping[str, Call
         if options:
             raise TypeError(f"options go with the name of a {kind}, not with an object; set {', '.join(options)} when you make {thing}")
         return thing
+    allowed = f"{kind} must be a name or an object of {wanted.__name__}"
     if isinstance(thing, type) and issubclass(thing, wanted):
-        raise TypeError(f"a {kind} is a name or a {wanted.__name__}, got the class {thing.__name__} itself: write {thing.__name__}()")
+        raise TypeError(f"{allowed}, got the class {thing.__name__} itself: write {thing.__name__}()")
     if not isinstance(thing, str):
-        raise TypeError(f"a {kind} is a name or a {wanted.__name__}, got {type(thing).__name__}")
+        raise TypeError(f"{allowed}, got {type(thing).__name__}")
     make = known[choose(kind, thing, known)]
     parameters = inspect.signature(make).parameters
     for option in options:
@@ -59,6 +60,11 @@ def brief(text: str) -> str:
 
     first, *rest = text.splitlines()
     return re.sub(r"\[((?:[-+.\de]+, ){5,}[-+.\de]+)\]", ends, first.removesuffix("(") + "(...)" if rest else first)
+
+
+def without_address(text: str) -> str:
+    """A repr without the memory address in Python's default repr, which differs in every run."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def told_apart(one: str, other: str) -> tuple[str, str]:

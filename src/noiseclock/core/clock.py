@@ -9,10 +9,10 @@ Between `draw` and `loss` nothing is read back from the device and no random num
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,14 +22,14 @@ from torch.utils.data import get_worker_info
 from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
-from noiseclock.core.checks import brief, choose, take_whole, told_apart
+from noiseclock.core.checks import brief, choose, take_whole, told_apart, without_address
 from noiseclock.core.directions import unwrapped
 from noiseclock.core.eager import eager
 from noiseclock.core.health import warn
-from noiseclock.core.objectives import Objective, objective as make_objective, squared_error
+from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
-from noiseclock.core.samplers import Sampler, Setting, Uniform
+from noiseclock.core.samplers import Sampler, Setting, Uniform, mean_under
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
 from noiseclock.core.table import Table, wide
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
@@ -85,17 +85,18 @@ class Clock:
         probe_rows: int | None = None,
     ) -> None:
         self.schedule = names.schedule(schedule)
-        self.objective = _objective(objective, schedule)
+        self.objective = names.objective(objective, schedule)
         self.weighting = make_weighting(weighting)
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
         self.seed = int(seed)
-        self._chance = Chance(self.seed, _check_place(rank, world_size))
+        self._chance = Chance(self.seed, rank, world_size)
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
         self._hooks: list[Any] = []
-        self._stepping = False  # does the optimiser's step run? Then a draw belongs to it, as those of a closure do
+        # `_waiting` when the optimiser's step began, None outside a step: a draw inside belongs to the step, as those of a closure do
+        self._step_began: int | None = None
         self._hook_counts: bool | None = None  # does the hook see all updates? None before the first, False after a capture: replays run no hook
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
@@ -158,6 +159,7 @@ class Clock:
         check_batch(x0, noise)
         if not isinstance(micro, tuple) or len(micro) != 2 or not all(hasattr(m, "__index__") for m in micro) or not 0 <= micro[0] < micro[1]:
             raise ValueError(f"micro must be a tuple (i, n) of whole numbers with 0 <= i < n, got {micro}")
+        micro = index(micro[0]), index(micro[1])
         if get_worker_info() is not None:  # each worker gets a new copy of the clock in every epoch
             raise ValueError("in a DataLoader every worker would draw the same times and noise in every epoch; call clock.draw in the training loop")
         if micro[0] == 0 and not _capturing(x0):
@@ -239,17 +241,7 @@ class Clock:
     def _measure_mean(self) -> Tensor:
         """The mean weight under the sampler, or under the base when the loss is corrected to it."""
         density = self.base if self.corrected else self.sampler
-        if isinstance(self.schedule, Discrete):
-            step = torch.arange(self.schedule.steps, device="cpu")
-            weight = self.weighting(self.schedule, self.schedule.time_of(step), self.objective)
-            return (density.log_pmf(step, self.schedule.steps).exp() * weight).sum()
-        # a grid evenly spaced in logit(u), because weights may be steep at both ends of time
-        x = torch.linspace(-35, 35, 2**16, dtype=torch.float64, device="cpu")
-        time = torch.sigmoid(x)
-        share = density.log_prob(time).exp() * time * torch.sigmoid(-x)
-        if share.sum() == 0:
-            raise ValueError(f"normalize=True cannot compute the mean weight under {density}, which is too narrow; leave normalize out")
-        return (share * self.weighting(self.schedule, time, self.objective)).sum() / share.sum()
+        return mean_under(density, self.schedule, lambda time: self.weighting(self.schedule, time, self.objective))
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
 
@@ -272,10 +264,14 @@ class Clock:
         return self
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepping = True
+        if self._step_began not in (None, self._waiting):  # the last step raised an error, and its batch was left out
+            self._probe, self._paired = None, False
+        self._step_began = self._waiting
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepping = False
+        if self._step_began is None:  # the step of a subclass, after that of its parent class: torch runs the hooks for both
+            return
+        self._step_began = None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._hook_counts = False
             return  # a capture makes no update; the user reports each replay by `updated`
@@ -360,7 +356,7 @@ class Clock:
         self._probe, self._paired = None, False  # until the probe has succeeded: if the model raises an error, the user may continue training
         probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer, seed=self._chance.seed_of("sampler", self._updates),
         )  # fmt: skip
         self.sampler.before(probe)
         self._remember_rows(probe)
@@ -395,7 +391,7 @@ class Clock:
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
                 "call clock.attach(optimizer), or clock.updated() after each update"
             )
-        if self._paired and not self._stepping and self._without_gradients():
+        if self._paired and self._step_began is None and self._without_gradients():
             self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
@@ -468,6 +464,9 @@ class Clock:
         if not isinstance(state, Mapping) or (missing := STATE - set(state)):
             lacks = f"{', '.join(sorted(missing))} missing" if isinstance(state, Mapping) else f"it is {state!r}"
             raise ValueError(f"this is not a complete state of a Clock: {lacks}")
+        for part in ("setup", "record", "sampler", "noise"):
+            if not isinstance(state[part], Mapping):
+                raise ValueError(f"this is not a complete state of a Clock: its {part} is {state[part]!r}")
         if state["version"] != VERSION:
             raise ValueError(f"the state has version {state['version']}, but this library reads version {VERSION} only")
         for part, mine in self._setup().items():
@@ -480,7 +479,7 @@ class Clock:
         self.record.check(state["record"])
 
     def _setup(self) -> dict[str, Any]:
-        parts = {name: _described(getattr(self, name)) for name in ("schedule", "sampler", "weighting", "objective", "base")}
+        parts = {name: without_address(repr(getattr(self, name))) for name in ("schedule", "sampler", "weighting", "objective", "base")}
         return {**parts, "corrected": self.corrected, "seed": self.seed}
 
     # --- ranks and random numbers -------------------------------------------------------------------------------------------------------
@@ -495,34 +494,9 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: references to the optimiser, the model and the current step are left out. Attach the copy again."""
-        hooks = {"_hooks": [], "_stepping": False, "_hook_counts": None, "optimizer": None}
+        hooks: dict[str, Any] = {"_hooks": [], "_step_began": None, "_hook_counts": None, "optimizer": None}
         return {**self.__dict__, **hooks, "_model": None, "_probe": None, "_batch": None, "_paired": False}
-
-
-def _objective(given: str | Objective | None, schedule: Any) -> Objective:
-    told = names.objective_of_diffusers(schedule)
-    if given is None:
-        return told or make_objective("eps")
-    chosen = make_objective(given)
-    if told is not None and chosen.name != told.name:
-        raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told.name!r}; change one of them")
-    return chosen
-
-
-def _described(part: Any) -> str:
-    """The repr without the memory address in Python's default repr, which differs in every run."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(part))
 
 
 def _capturing(x0: Tensor) -> bool:
     return x0.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _check_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
-        raise ValueError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must lie in 0..{world_size - 1}, got {rank}")
-    return rank, world_size

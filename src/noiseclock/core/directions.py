@@ -44,7 +44,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def stands_still(optimizer: Any) -> bool:
     """Is the learning rate 0, as at the start of a warm-up, so that there is no metric?"""
-    return optimizer is not None and all(not isinstance(group["lr"], Tensor) and group["lr"] == 0 for group in optimizer.param_groups)
+    return optimizer is not None and all(not isinstance(lr := group.get("lr"), Tensor) and lr == 0 for group in optimizer.param_groups)
 
 
 def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor | float], str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call, noised
-from noiseclock.core.checks import choose, take_finite
+from noiseclock.core.checks import resolve, take_finite
 from noiseclock.core.directions import derivative, gradients, local, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
@@ -32,6 +32,11 @@ from noiseclock.core.samplers import Setting
 from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
 
 TARGETS: dict[str, Callable[[], Weighting]] = {"simple": lambda: Constant(on="eps"), "min-snr": MinSNR, "vlb": VLB}
+
+
+def target_of(target: str | Weighting) -> Weighting:
+    """The weighting of a target objective, or of the one called so."""
+    return resolve("target", target, Weighting, TARGETS, {})
 
 
 def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequence[Tensor | float], *, number: int = 0) -> tuple[Tensor, Tensor]:
@@ -49,8 +54,11 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     assert set(halves[0]).isdisjoint(halves[1])
     asked, priced = (torch.arange(half.start, half.stop, device=device) for half in halves)
     exact = probe.exact()
+    exact.rows = min(exact.rows, len(priced))  # otherwise each pass of half a batch would be filled up to a whole one
     parameters = trained(probe.modules, probe.optimizer)
-    gradient = _gradient(exact, parameters, target, evenly(len(asked), number + 0.5, device), asked)
+    gradient = exact.within_memory(partial(_gradient, exact, parameters, target, evenly(len(asked), number + 0.5, device), asked))
+    if not sharded(parameters):  # the gradient of a sharded model is already the mean over ranks
+        ranks.average_(gradient)
     direction = scaled(gradient, power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
@@ -58,7 +66,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
 
 
 def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
-    """∇J from the samples `rows`, averaged over all ranks; `.grad` is left unchanged."""
+    """∇J from the samples `rows` of this rank, or of all ranks if the model is sharded; `.grad` is left unchanged."""
     # a `predict` that replays CUDA graphs has a graph for gradients too
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
@@ -73,8 +81,6 @@ def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, tim
                 torch._foreach_add_(total, found)
             else:
                 total = [f.clone() for f in found] if len(rows) > probe.rows else list(found)
-    if not sharded(parameters):  # the gradient of a sharded model is already the mean over ranks
-        ranks.average_(total)
     return total
 
 
@@ -113,16 +119,14 @@ class Lookahead(Priced):
         take_finite(self, "power")
         if not 0 <= self.power <= 1:
             raise ValueError(f"Lookahead: power must lie in [0, 1], got {self.power}")
-        if isinstance(self.target, str):
-            choose("target of Lookahead", self.target, TARGETS)
+        target_of(self.target)
 
     @property
     def corrects(self) -> bool:
         return False
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
-        target = TARGETS[self.target]() if isinstance(self.target, str) else self.target
-        return utility(probe, setting.weighting, target, self._metric(probe), number=number)
+        return utility(probe, setting.weighting, target_of(self.target), self._metric(probe), number=number)
 
     def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
         return self._base_cells() * price.clamp(min=0) ** self.power, self._clear(price)

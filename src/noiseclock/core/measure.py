@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from noiseclock.core.batch import Predict, at_least_float32, call, check_batch
-from noiseclock.core.checks import brief, choose
+from noiseclock.core.checks import brief
 from noiseclock.core.clock import Clock
 from noiseclock.core.directions import metric, trained, unwrapped
 from noiseclock.core.gradient_variance import gradient_moments, split
 from noiseclock.core.health import warn
-from noiseclock.core.lookahead import TARGETS, utility
+from noiseclock.core.lookahead import target_of, utility
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows, uncached
 from noiseclock.core.schedules import Array, as_time
 from noiseclock.core.streams import finalize
@@ -131,17 +132,18 @@ def gradient_variance(
     model: the module to measure, if it cannot be found from `predict`.
     """
     check_batch(x0, None)
+    middles = _grid(bins)
     half, pairs = split(samples, pairs, len(x0))
     time = (np.arange(bins * pairs) + 0.5) / (bins * pairs)
     noise = _noise(x0, _generator(x0.device, seed, "noise"))
     autocast = autocast_dtype(x0.device)
     probe = Probe(predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model), autocast=autocast)
-    found = gradient_moments(probe, torch.as_tensor(time), half).cpu().double().numpy()
+    found = gradient_moments(probe, torch.as_tensor(time, device="cpu"), half).cpu().double().numpy()
     if weighted:
         found = found * _weights(clock, x0, time) ** 2
     variance, squared_norm = found.reshape(2, bins, pairs)
     error = variance.std(1, ddof=1) / math.sqrt(pairs) if pairs > 1 else np.full(bins, np.nan)
-    return GradientsOverTime(_grid(bins), variance.mean(1), squared_norm.mean(1), error)
+    return GradientsOverTime(middles, variance.mean(1), squared_norm.mean(1), error)
 
 
 def interdependence(
@@ -223,7 +225,7 @@ def utility_over_time(
     power, unknown = metric(optimizer, trained(modules, optimizer))
     if unknown:
         warn(f"{unknown}, so gradients are measured without preconditioning")
-    wanted = TARGETS[choose("target", target, TARGETS)]() if isinstance(target, str) else target
+    wanted = target_of(target)
     generator = _generator(x0.device, seed, "noise")
     found = np.full((probes, bins), np.nan)
     for number in range(probes):
@@ -330,18 +332,20 @@ def _noise(x0: Tensor, generator: torch.Generator) -> Tensor:
 
 def _grid(times: int | Sequence[float] | Array) -> Array:
     """(n,) the given times, or the midpoints of `times` equal intervals."""
-    if isinstance(times, int):
-        if times < 1:
-            raise ValueError(f"the number of times must be at least 1, got {times}")
-        return (np.arange(times) + 0.5) / times
-    return as_time(torch.as_tensor(np.asarray(times, dtype=np.float64))).reshape(-1).numpy().copy()
+    if isinstance(times, Integral):
+        grid = (np.arange(int(times)) + 0.5) / max(int(times), 1)
+    else:
+        grid = as_time(torch.as_tensor(np.asarray(times, dtype=np.float64), device="cpu")).reshape(-1).numpy().copy()
+    if len(grid) == 0:
+        raise ValueError(f"at least one time or bin is needed, got {times}")
+    return grid
 
 
 def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
     """(n,) the weight of the loss at times (n,)."""
     # `at` knows the mean of a normalised weighting; `like` only sets the device
     like = torch.zeros(len(time), 1, device=x0.device)
-    return np.asarray(clock.at(like, torch.as_tensor(time), noise=like).weight.cpu().double())
+    return np.asarray(clock.at(like, torch.as_tensor(time, device="cpu"), noise=like).weight.cpu().double())
 
 
 def _modules(predict: Predict, model: nn.Module | None) -> list[nn.Module]:

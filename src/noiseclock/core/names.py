@@ -13,7 +13,7 @@ from noiseclock.core.checks import choose, resolve
 from noiseclock.core.gradient_variance import GradientVariance
 from noiseclock.core.lookahead import Lookahead
 from noiseclock.core.loss_based import LossEMA, LossHistory, LossSecondMoment
-from noiseclock.core.objectives import OBJECTIVES, Objective, Preconditioned
+from noiseclock.core.objectives import OBJECTIVES, Objective, Preconditioned, objective as make_objective
 from noiseclock.core.samplers import Beta, CosMap, LogitNormal, Mode, Sampler, Uniform
 from noiseclock.core.scheduled import LogNormal, LogSNRNormal, SpeeD
 from noiseclock.core.schedules import EDM, Betas, Cosine, Flow, Linear, Quadratic, ScaledLinear, Schedule
@@ -119,3 +119,14 @@ def objective_of_diffusers(scheduler: Any) -> Objective | None:
         return Preconditioned(float(config.sigma_data))
     names = {"epsilon": "eps", "sample": "x0", "v_prediction": "v", "flow_prediction": "flow"}
     return None if said is None else OBJECTIVES[names[choose("prediction_type", said, names)]]()
+
+
+def objective(given: str | Objective | None, schedule: Any) -> Objective:
+    """The objective that is given; if none is, that of a diffusers scheduler given as the schedule, else eps."""
+    told = objective_of_diffusers(schedule)
+    if given is None:
+        return told or make_objective("eps")
+    chosen = make_objective(given)
+    if told is not None and chosen.name != told.name:
+        raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told.name!r}; change one of them")
+    return chosen

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.table import lasting
 
+Measured = TypeVar("Measured")
+
 
 def modules_of(predict: Any) -> list[nn.Module]:
-    """The modules that a callable runs: itself, the owner of a method, or those that a function or partial refers to."""
+    """The modules that a callable runs: itself, the owner of a method, or those that a partial or a function refers to, decorated or not."""
     if isinstance(predict, nn.Module):
         return [predict]
     if isinstance(predict, functools.partial):
@@ -33,7 +35,7 @@ def modules_of(predict: Any) -> list[nn.Module]:
     if inspect.ismethod(predict):
         return modules_of(predict.__self__)
     if inspect.isfunction(predict):
-        seen = inspect.getclosurevars(predict)
+        seen = inspect.getclosurevars(inspect.unwrap(predict))
         return [value for value in (*seen.nonlocals.values(), *seen.globals.values()) if isinstance(value, nn.Module)]
     return []
 
@@ -44,6 +46,7 @@ def rows_held(predict: Any, batch: int) -> list[str]:
     if isinstance(predict, functools.partial):
         held = {**{f"argument {i}": value for i, value in enumerate(predict.args)}, **predict.keywords}
     elif inspect.isfunction(predict):
+        predict = inspect.unwrap(predict)
         seen = inspect.getclosurevars(predict)
         # getclosurevars counts attribute names as globals, but `unet(x, t).sample` has nothing to do with a global `sample`
         named = {instruction.argval for instruction in dis.get_instructions(predict) if instruction.opname == "LOAD_GLOBAL"}
@@ -137,8 +140,9 @@ class Probe:
     x0 (B, ...), noise (N, ...): the probe's own, so that a replayed graph cannot change them in between. The model runs as in training, with raw
     weights and the same autocast (a dtype or None), but with `modules` in evaluation mode. All forward passes have one size, so that nothing
     recompiles: the batch size, which needs no more memory than a training step, or equal parts of at most `rows` samples. If memory still runs
-    out, `rows` is halved until it suffices. optimizer: the model's optimiser, if known. lost: was the update skipped? (0-d, bool) on the device,
-    if only the device knows; None if the update was made.
+    out, `rows` is halved until it suffices. optimizer: the model's optimiser, if known. seed: of the random numbers that a sampler needs besides
+    the noise, another one for each probe, rank and seed of the clock. lost: was the update skipped? (0-d, bool) on the device, if only the device
+    knows; None if the update was made.
     """
 
     def __init__(
@@ -154,6 +158,7 @@ class Probe:
         autocast: torch.dtype | None = None,
         rows: int | None = None,
         optimizer: Any = None,
+        seed: int = 0,
     ) -> None:
         # DDP's forward would broadcast its buffers, and a probe has no gradients to reduce
         self.predict = predict.module if isinstance(predict, DistributedDataParallel) else predict
@@ -163,7 +168,7 @@ class Probe:
         self.noise, self.cond = noise, cond
         self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
         self.lowered: list[int] = []  # `rows` each time that memory ran out; copies of a probe share this list
-        self.optimizer = optimizer
+        self.optimizer, self.seed = optimizer, seed
         self.lost: Tensor | None = None
         self._exact = False
         if held := rows_held(predict, len(x0)):
@@ -171,13 +176,6 @@ class Probe:
                 f"predict holds {', '.join(held)}, with a row for each sample of the batch, but probes call it with other samples and batch sizes; "
                 "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them"
             )
-
-    def first(self, samples: int) -> Probe:
-        """This probe with only the first `samples` samples of the batch."""
-        other, size = copy(self), len(self.x0)
-        other.x0, other.noise, other.rows = self.x0[:samples], self.noise[:samples], min(self.rows, samples)
-        other.cond = take_rows(self.cond, torch.arange(len(other.x0), device=self.x0.device), size)
-        return other
 
     def exact(self) -> Probe:
         """This probe without autocast, for differences that bfloat16 would round away."""
@@ -194,9 +192,13 @@ class Probe:
         noise_rows = rows if noise_rows is None else noise_rows
         if not len(time) == len(rows) == len(noise_rows):
             raise ValueError(f"times, rows and noise rows must have the same length, got {len(time)}, {len(rows)} and {len(noise_rows)}")
+        return self.within_memory(lambda: self._losses(time, rows, noise_rows))
+
+    def within_memory(self, measure: Callable[[], Measured]) -> Measured:
+        """What `measure()` returns; if memory runs out, it is called again with half as many `rows`, which it must respect."""
         while True:
             try:
-                return self._losses(time, rows, noise_rows)
+                return measure()
             except torch.OutOfMemoryError:
                 # the ranks of a sharded model must make the same number of passes, so one rank alone cannot change its chunk size
                 if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -139,6 +139,20 @@ class Sampler(ABC):
         """Restore a state."""
         if state:
             raise ValueError(f"{self} has no state, got {sorted(state)}")
+
+
+def mean_under(density: Sampler, schedule: Schedule, value: Callable[[Tensor], Tensor]) -> Tensor:
+    """E[value(time)] under a density: the sum over a schedule's steps, or an integral over continuous time."""
+    if schedule.steps is not None:
+        step = torch.arange(schedule.steps, device="cpu")
+        return (density.log_pmf(step, schedule.steps).exp() * value(schedule.grid())).sum()
+    # a grid evenly spaced in logit(u), because weights may be steep at both ends of time
+    x = torch.linspace(-35, 35, 2**16, dtype=torch.float64, device="cpu")
+    time = torch.sigmoid(x)
+    share = density.log_prob(time).exp() * time * torch.sigmoid(-x)
+    if share.sum() == 0:
+        raise ValueError(f"normalize=True cannot compute the mean weight under {density}, which is too narrow; leave normalize out")
+    return (share * value(time)).sum() / share.sum()
 
 
 class Density(Sampler):

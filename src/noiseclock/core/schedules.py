@@ -35,7 +35,7 @@ CONVERGED_SLOPE = 0.1
 def as_time(time: Tensor | float) -> Tensor:
     """`time` as a floating tensor. Values are checked on the CPU only: reading them from another device would synchronise."""
     if not isinstance(time, Tensor):
-        time = torch.as_tensor(time, dtype=torch.float64)
+        time = torch.as_tensor(time, dtype=torch.float64, device="cpu")
     if not time.is_floating_point():
         raise TypeError(f"time must be floating point in [0, 1], got {time.dtype}; for integer steps use schedule.time_of(step)")
     if time.device.type == "cpu" and not bool(((time >= 0) & (time <= 1)).all()):
@@ -318,6 +318,10 @@ class Linear(Discrete):
     beta_end: float = 0.02
     zero_terminal_snr: bool = False
 
+    def __post_init__(self) -> None:
+        take_positive(self, "beta_start", "beta_end")
+        super().__post_init__()
+
     def _make_betas(self) -> Array:
         return _spaced(self.beta_start, self.beta_end, self.steps, 1)
 
@@ -330,6 +334,10 @@ class Quadratic(Discrete):
     beta_start: float = 1e-4
     beta_end: float = 0.02
     zero_terminal_snr: bool = False
+
+    def __post_init__(self) -> None:
+        take_positive(self, "beta_start", "beta_end")
+        super().__post_init__()
 
     def _make_betas(self) -> Array:
         return _spaced(self.beta_start, self.beta_end, self.steps, 2)

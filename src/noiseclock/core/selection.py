@@ -68,7 +68,7 @@ def best_by_greed(rows: Tensor, count: int) -> Tensor:
         direction = direction / direction.norm()
         aim = aim - (aim @ direction) * direction
         rest = rest - torch.outer(direction, direction @ rest)
-    return torch.stack(chosen) if chosen else torch.empty(0, dtype=torch.long)
+    return torch.stack(chosen) if chosen else torch.empty(0, dtype=torch.long, device="cpu")
 
 
 def _mean(rows: Tensor) -> Tensor:

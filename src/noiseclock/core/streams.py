@@ -83,5 +83,5 @@ def stratified(start: Tensor, draw: Tensor, n: int, *, part: int = 0, parts: int
 
 
 def independent(start: Tensor, draw: Tensor, n: int) -> Tensor:
-    """(n,) independent uniforms, different in every part; `start` as in `stratified`."""
+    """(n,) independent uniforms; start: `places(seed, n)`, with a seed for each part, on the device of `draw`."""
     return uniform(start[-n:], draw)

@@ -53,7 +53,7 @@ class Table:
 
     def set_(self, values: Any) -> None:
         """New values of the same shape, on every device."""
-        self.values.copy_(torch.as_tensor(values, dtype=self.values.dtype))
+        self.values.copy_(torch.as_tensor(values, dtype=self.values.dtype, device="cpu"))
         for copy in self._copies.values():
             if self.values.ndim == 0:
                 copy.fill_(self.values.item())  # passed as a kernel argument; a copy from the host would wait for the device

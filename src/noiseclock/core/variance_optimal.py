@@ -22,7 +22,6 @@ from noiseclock.core.directions import derivative, normal, trained
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe
 from noiseclock.core.samplers import TINY, Setting
-from noiseclock.core.streams import finalize
 
 
 @dataclass
@@ -54,11 +53,13 @@ class VarianceOptimal(Priced):
             raise ValueError(f"VarianceOptimal: gain must lie in (0, 1], got {self.gain}")
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
-        exact = probe.first(-(-self.samples // ranks.count())).exact()
-        time = evenly(len(exact.x0) * ranks.count(), number, exact.x0.device)[ranks.mine() :: ranks.count()]
+        exact, device = probe.exact(), probe.x0.device
+        rows = torch.arange(len(probe.x0), device=device)[: -(-self.samples // ranks.count())]
+        exact.rows = min(exact.rows, len(rows))  # otherwise each pass would be filled up to a whole batch
+        time = evenly(len(rows) * ranks.count(), number, device)[ranks.mine() :: ranks.count()]
         parameters = trained(probe.modules, probe.optimizer)
-        direction = normal(parameters, self._metric(probe), finalize(number) // 2)
-        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time))
+        direction = normal(parameters, self._metric(probe), probe.seed)
+        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, rows))
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
 
