@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import noiseclock as nc
@@ -174,6 +175,27 @@ def test_importance_weights_are_base_over_p(sampler, schedule):
     assert (nc.Clock(schedule, sampler, correct="none").draw(torch.zeros(500, 2)).correction == 1).all()
 
 
+@pytest.mark.parametrize(("schedule", "objective"), [("linear", "eps"), ("cosine", "eps"), ("flow", "flow"), ("edm", "edm")])
+def test_the_objective_is_the_usual_one_of_the_schedule_unless_given(schedule, objective):
+    assert nc.Clock(schedule, "uniform").objective == nc.objective(objective)
+    assert nc.Clock(nc.schedule(schedule), "uniform", objective="x0").objective == nc.objective("x0")
+
+
+@pytest.mark.parametrize("sampler", [nc.Uniform(), nc.LossSecondMoment(refresh=1, warmup=1, bins=4)])
+def test_errors_of_your_own_are_weighed_recorded_and_learned_from_as_the_squared_ones(sampler):
+    x0, model = torch.randn(64, 3), nn.Linear(3, 3)
+    usual, own = (nc.Clock("cosine", sampler, nc.MinSNR(5), "v") for _ in range(2))
+    for _ in range(5):
+        b, c = usual.draw(x0), own.draw(x0)
+        losses = usual.loss(b, model(b.x_t)), own.weigh(c, (model(c.x_t) - c.target).square().mean(1))
+        assert torch.equal(*losses)
+    assert torch.equal(usual.sampler.log_prob(torch.linspace(0, 0.99, 9)), own.sampler.log_prob(torch.linspace(0, 0.99, 9)))
+    assert np.array_equal(usual.record.by_time().loss, own.record.by_time().loss, equal_nan=True)
+    (absolute,) = torch.autograd.grad(own.weigh(c, (model(c.x_t) - c.target).abs().mean(1)).sum(), model.bias)
+    by_hand = ((model(c.x_t) - c.target).sign() / 3 * (c.weight * c.correction).float()[:, None]).sum(0)
+    assert torch.allclose(absolute, by_hand, rtol=1e-5, atol=1e-6)  # 64 summands of float32
+
+
 def test_corrected_losses_estimate_the_objective_that_is_meant():
     """The mean of w·base/p·ℓ under p is the mean of w·ℓ under the base: here ℓ depends on time alone, so the truth is a sum over the steps."""
     base = nc.Mixture(nc.LogitNormal(), floor=0.2)
@@ -304,6 +326,7 @@ def test_nothing_is_read_from_the_device_between_draw_and_loss(sampler, weightin
 
 # --- bad input ---------------------------------------------------------------------------------------------------------------------------
 
+CLOCK = nc.Clock("linear", "uniform")
 EARLY, LATE = nc.Truncated(nc.Uniform(), 0.0, 0.5), nc.Truncated(nc.Uniform(), 0.7, 1.0)
 
 
@@ -314,6 +337,8 @@ EARLY, LATE = nc.Truncated(nc.Uniform(), 0.0, 0.5), nc.Truncated(nc.Uniform(), 0
         (lambda: nc.Clock("linear", "unifrom"), ValueError, "unknown sampler 'unifrom'"),
         (lambda: nc.Clock("linear", "uniform", "snr"), ValueError, "unknown weighting 'snr'"),
         (lambda: nc.Clock("linear", "uniform", objective="epsilon"), ValueError, "unknown objective 'epsilon'"),
+        (lambda: CLOCK.weigh(CLOCK.draw(torch.zeros(4, 2)), torch.tensor(1.0)), ValueError, r"one number per sample, of shape \(4,\), got \(\)"),
+        (lambda: CLOCK.weigh(torch.zeros(4), torch.zeros(4)), TypeError, "clock.weigh takes a batch and then the errors, got Tensor first"),
         (lambda: nc.Clock("linear", "uniform", correct="yes"), ValueError, "unknown correction 'yes'; known: auto, importance, none"),
         (lambda: nc.Clock("linear", "speed", base="logit-normal"), ValueError, "has no effect without importance correction"),
         (lambda: nc.Clock("flow", nc.Truncated(nc.Uniform(), 0.5, 0.50001), nc.MinSNR(normalize=True)), ValueError, "narrow; leave normalize out"),

@@ -322,6 +322,26 @@ class Own(torch.optim.RMSprop):
             p.data.sub_(self.rate * p.grad.sign())
 
 
+@pytest.mark.parametrize("sampler", [nc.VarianceOptimal(warmup=3), nc.Lookahead(warmup=3)])
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_copy_of_the_model_in_its_place_is_told_of(sampler, copied):
+    """Moving the trained parameters changes no loss of a copy, so every price is 0 and nothing can ever be learned."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    averaged = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    clock = nc.Clock("linear", sampler).attach(optimizer, model=model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            b = clock.draw(torch.randn(16, 2), predict=lambda x, t: (averaged if copied else model)(x))
+            clock.loss(b, model(b.x_t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(w.message) for w in told if "no loss changed" in str(w.message)]
+    assert len(said) == copied
+    assert not copied or "3 probes moved the trained parameters" in said[0]
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, Own])
 @pytest.mark.parametrize("kind", [nc.VarianceOptimal, nc.Lookahead])
 def test_an_unknown_optimiser_is_said_once(kind, optimizer):

@@ -54,8 +54,8 @@ class PlotData(NamedTuple):
 class Clock:
     """Decides which noise level each sample trains on, and the weight of its loss.
 
-    - schedule, sampler, weighting, objective: objects or their names. The schedule may be a diffusers scheduler; the default
-      objective is then the one that it is configured for, otherwise "eps".
+    - schedule, sampler, weighting, objective: objects or their names. The schedule may be a diffusers scheduler; the default objective is then the
+      one that it is configured for, otherwise "flow" on flow, "edm" on EDM and "eps" on discrete steps.
     - base: the density over time in the objective base(t)·w(t).
     - correct: "importance" multiplies the loss by base/p, "none" does not, "auto" follows the sampler's default;
       `clock.corrected` says which it was.
@@ -85,7 +85,7 @@ class Clock:
         probe_rows: int | None = None,
     ) -> None:
         self.schedule = names.schedule(schedule)
-        self.objective = names.objective(objective, schedule)
+        self.objective = names.objective(objective, schedule, self.schedule)
         self.weighting = make_weighting(weighting)
         if isinstance(seed, bool) or not hasattr(seed, "__index__"):
             raise TypeError(f"seed must be a whole number, got {seed!r}")
@@ -208,16 +208,29 @@ class Clock:
         """
         if not isinstance(batch, Batch):
             raise TypeError(f"clock.loss takes a batch and then the prediction, got {type(batch).__name__} first")
-        error = squared_error(prediction, batch.target)
+        errors = squared_error(prediction, batch.target)
+        if batch.draw is not None and self.sampler.every:
+            # remembered for the next probe, which may run outside the user's autocast block
+            reduced = prediction.dtype != batch.x_t.dtype and prediction.dtype in (torch.bfloat16, torch.float16)
+            self._autocast = prediction.dtype if reduced else autocast_dtype(prediction.device)
+        return self.weigh(batch, errors)
+
+    @eager
+    def weigh(self, batch: Batch, errors: Tensor) -> Tensor:
+        """(B,) the weighted losses of your own errors (B,), in place of the mean squared ones of `loss`; recorded and learned from alike.
+
+        Probes measure the squared error all the same, so a sampler that probes does not follow your errors.
+        """
+        if not isinstance(batch, Batch):
+            raise TypeError(f"clock.weigh takes a batch and then the errors, got {type(batch).__name__} first")
+        if not isinstance(errors, Tensor) or errors.shape != batch.time.shape:
+            found = tuple(errors.shape) if isinstance(errors, Tensor) else type(errors).__name__
+            raise ValueError(f"the errors must be a tensor of one number per sample, of shape {tuple(batch.time.shape)}, got {found}")
         if batch.draw is not None:
-            seen = error.detach()
+            seen = errors.detach()
             self.record.add(batch.time, seen)
             self.sampler.update(batch, seen)
-            if self.sampler.every:
-                # remembered for the next probe, which may run outside the user's autocast block
-                reduced = prediction.dtype != batch.x_t.dtype and prediction.dtype in (torch.bfloat16, torch.float16)
-                self._autocast = prediction.dtype if reduced else autocast_dtype(prediction.device)
-        return self.weighting.apply(error, batch, self.schedule, self.objective)
+        return self.weighting.apply(errors, batch, self.schedule, self.objective)
 
     @contextmanager
     def step(self, predict: Predict, x0: Tensor, **cond: Any) -> Iterator[Tensor]:

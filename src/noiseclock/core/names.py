@@ -121,12 +121,12 @@ def objective_of_diffusers(scheduler: Any) -> Objective | None:
     return None if said is None else OBJECTIVES[names[choose("prediction_type", said, names)]]()
 
 
-def objective(given: str | Objective | None, schedule: Any) -> Objective:
-    """The objective that is given; if none is, that of a diffusers scheduler given as the schedule, else eps."""
-    told = objective_of_diffusers(schedule)
+def objective(given: str | Objective | None, source: Any, schedule: Schedule) -> Objective:
+    """The objective that is given; if none is, the one that the schedule's source, a diffusers scheduler, is configured for, or the usual one."""
+    told = objective_of_diffusers(source)
     if given is None:
-        return told or make_objective("eps")
+        return told or make_objective({Flow: "flow", EDM: "edm"}.get(type(schedule), "eps"))
     chosen = make_objective(given)
     if told is not None and chosen.name != told.name:
-        raise ValueError(f"objective={chosen.name!r}, but the {type(schedule).__name__} is set to predict {told.name!r}; change one of them")
+        raise ValueError(f"objective={chosen.name!r}, but the {type(source).__name__} is set to predict {told.name!r}; change one of them")
     return chosen

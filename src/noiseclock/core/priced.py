@@ -20,6 +20,7 @@ from noiseclock.core import ranks
 from noiseclock.core.batch import Batch
 from noiseclock.core.checks import take_finite, take_whole
 from noiseclock.core.directions import metric, stands_still, trained
+from noiseclock.core.later import Later
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import ENOUGH, between_known
 from noiseclock.core.probes import Probe
@@ -83,6 +84,7 @@ class Priced(LearnedDensity):
 
     def _statistics(self) -> dict[str, Tensor]:
         # rows of `faded`, with the same decay: the number of probes that reached the bin, the sum of their means, the sum of the squared means
+        self._any: Later | None = None  # has any probe of the warm-up seen a loss change? On its way to the host
         self._asked = 0  # number of probes, counted on the host too: reading it from the device would synchronise
         none = torch.zeros((), dtype=torch.int64, device="cpu")
         return {"faded": torch.zeros(3, self.bins, dtype=torch.float64, device="cpu"), "skipped": none, "probes": none.clone()}
@@ -123,6 +125,18 @@ class Priced(LearnedDensity):
         wanted, willing = self._density(self._prices())
         self.set_density_(wanted, willing & known & (self._buffers["probes"] >= self.warmup))
         self._check_health(self._buffers["skipped"])
+        self._check_prices()
+
+    def _check_prices(self) -> None:
+        """Warn if no probe of the warm-up saw a loss change; late, because it does not wait for the device."""
+        if self._any is None and self._asked + 1 == self.warmup and not self._buffers["faded"].is_meta:
+            self._any = Later((self._buffers["faded"][0].max() > 0) | (self._buffers["skipped"] > 0))  # of losses that are not finite others warn
+        elif self._any is not None and self._any.arrived and not bool(self._any.read()):
+            self._health.warn(
+                "prices",
+                f"{type(self).__name__}: {self.warmup} probes moved the trained parameters and no loss changed, so nothing can be learned; pass the "
+                "model that the optimiser trains as predict=, not a copy of it such as averaged weights",
+            )
 
     def _prices(self) -> Tensor:
         """(bins,) mean prices; bins without a price are interpolated from their neighbours."""
