@@ -143,6 +143,8 @@ def test_the_goal_is_the_best_so_far_of_the_same_seed():
     assert speed_up(training("m", 0, [8.0, 7.0, 6.0, 4.0]), uniform, "frechet", 400, "images") == pytest.approx(200 / 350)
     assert speed_up(training("m", 0, [8.0, 7.0, 6.0, 5.1]), uniform, "frechet", 400, "images") == 0
     assert speed_up(training("m", 0, [4.0, 99.0, 99.0, 99.0]), uniform, "frechet", 400, "images") == 2.0  # no earlier than it was looked at
+    # after a setback the goal is on the line from there, (12 - 5)/(12 - 2) of the way, not on one from the best so far
+    assert speed_up(training("m", 0, [6.0, 12.0, 2.0]), uniform, "frechet", 400, "images") == pytest.approx(200 / 270)
     # of what the baseline did later nothing is asked
     assert speed_up(training("m", 0, [9.0, 5.0]), training("uniform", 0, [9.0, 6.0, 1.0]), "frechet", 200, "images") == pytest.approx(200 / 175)
 
