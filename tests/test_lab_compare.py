@@ -435,4 +435,12 @@ def test_a_method_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
     small = plan(samples=0, vlb_images=0)
     events = list(compare(small, tmp_path, device="cpu"))
     assert [event.cell.method for event in events if event.failure] == ["lsm+min-snr"] * 2
-    assert {cell.method: cell.finished for cell in read(tmp_path).cells} == {"uniform": True, "lsm+min-snr": False}
+    results = read(tmp_path)
+    assert {cell.method: cell.finished for cell in results.cells} == {"uniform": True, "lsm+min-snr": False}
+    # the report, too, tells a training that failed from one that may go on
+    why = "the gradient was not finite for 10 updates in a row"
+    assert {cell.failed for cell in results.of("lsm+min-snr")} == {why}
+    assert f"2 of 4 trainings failed: lsm+min-snr, lr 0.001, seed 0 (at update 0: {why}); " in "\n".join(results.problems)
+    monkeypatch.setattr(module, "train", train)
+    assert not [event.failure for event in compare(small, tmp_path, device="cpu") if event.failure]
+    assert read(tmp_path).problems == []

@@ -281,6 +281,8 @@ def test_a_method_that_does_not_finish_is_not_better():
     assert verdicts(alone)["m"] == "cannot tell (not finished)"
     assert "A speed-up is" not in " ".join(table(alone, "frechet").notes)
     assert "A speed-up is" in " ".join(table(results, "frechet").notes)
+    failed = [training("m", 0, [9.0, 1.0]), training("m", 1, [9.0], finished=False), training("m", 2, [9.0], finished=False, failed="not finite")]
+    assert verdicts(compared(uniform + failed))["m"] == "cannot tell (failed in 1 of 3 seeds, not finished in 1 of 3 seeds)"
     # once the baseline lacks a seed, nobody can be told by it
     cut = [*uniform[:2], training("uniform", 2, [22.0], finished=False)]
     assert set(verdicts(compared(cut + other)).values()) == {BASELINE, "cannot tell (not finished in 1 of 3 seeds)"}
@@ -373,6 +375,12 @@ def test_a_learning_rate_at_which_a_seed_fails_is_not_the_best():
 def test_more_learning_rates_than_the_baseline_had_are_no_fair_choice():
     cells = [cell for cell in rates().cells if (cell.method, cell.lr) != ("uniform", 2e-3)]
     assert verdicts(compared(cells), own_lr=True)["m"] == "cannot tell (different learning rates were tried)"
+    # a learning rate that was stopped early had no chance of being the best
+    stopped = [training("uniform", s, [], lr=2e-3, finished=False) for s in range(3)]
+    assert verdicts(compared(cells + stopped), own_lr=True)["m"] == "cannot tell (different learning rates were tried)"
+    # one at which it failed had
+    failed = [training("uniform", s, [], lr=2e-3, finished=False, failed="not finite") for s in range(3)]
+    assert verdicts(compared(cells + failed), own_lr=True)["m"] == BETTER
 
 
 # --- in words -----------------------------------------------------------------------------------------------------------------------------

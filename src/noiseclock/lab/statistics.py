@@ -305,11 +305,11 @@ class _Comparison:
         """The verdict in plain words; "cannot tell", with the reason, if the numbers support none."""
         cells, difference = self.cells[method], self.differences.get(method)
         involved = [*cells.values(), *(self.baseline[seed] for seed in cells if seed in self.baseline)]
-        lost = {cell.seed for cell in involved if cell.key in self.final.lost}
+        failed, lost = ({cell.seed for cell in involved if cell.key in self.final.lost and bool(cell.failed) == had} for had in (True, False))
         infinite = {cell.seed for cell in involved if not math.isfinite(self.final.values.get(cell.key, 0.0))}
         reasons = [
             what if len(seeds) == len(cells) else f"{what} in {len(seeds)} of {len(cells)} seeds"
-            for what, seeds in (("not finished", lost), ("not finite", infinite)) if seeds
+            for what, seeds in (("failed", failed), ("not finished", lost), ("not finite", infinite)) if seeds
         ]  # fmt: skip
         if not self.alike:
             reasons = ["samples of different number or kind"]
@@ -326,7 +326,8 @@ class _Comparison:
         return BETTER if self.sign * difference.mean < 0 else WORSE
 
     def _rates(self, method: str) -> set[float]:
-        return {cell.lr for cell in self.results.of(method)}
+        """The learning rates among which a method's best was chosen: those that were stopped early had no chance, those that failed had one."""
+        return {cell.lr for cell in self.results.of(method) if cell.key in self.final.values or cell.failed}
 
     def _alike(self) -> bool:
         """Were all samples at the final step made and measured in the same way?"""
