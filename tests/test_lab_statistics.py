@@ -409,6 +409,27 @@ def test_the_answer_tells_who_was_better_by_how_much_and_how_sure_that_is():
     )
 
 
+def test_the_answer_counts_the_seeds_of_what_it_tells():
+    """Not those of another method, and values of these seeds alone."""
+    values = {"uniform": [10.0, 12.0, 20.0], "good": [5.0, 7.1], "same": [10.1, 11.8, 20.1]}
+    said = answer(compared([training(m, s, [v]) for m, row in values.items() for s, v in enumerate(row)]))
+    assert "good reached 6.0 ± 1.5 in Fréchet distance, uniform 11.0 ± 1.4, over 2 seeds: better by" in said
+    values["good"] = [9.9, 12.2]
+    assert "no method differed significantly from uniform, at 14.0 ± 5.3 in Fréchet distance, over 2 to 3 seeds" in answer(finals(values))
+
+
+def test_many_methods_without_a_verdict_are_counted():
+    cells = [training("uniform", 0, [2.0, 1.0])] + [training(f"m{i}", 0, [2.0], finished=False) for i in range(5)]
+    assert answer(compared(cells[:5])).endswith("nothing can be told: m0, m1, m2, m3 (not finished).")
+    assert answer(compared(cells)).endswith("nothing can be told: 5 methods (not finished).")
+
+
+def test_what_an_update_costs_is_known_before_the_end():
+    cells = [training("uniform", 0, [2.0, 1.0]), training("slow", 0, [2.0], pace=0.03, finished=False)]
+    row = row_of(compared(cells), "slow")
+    assert (row.overhead.mean, str(row.speed_up_images), str(row.area)) == (pytest.approx(3.0), "-", "-")
+
+
 def test_time_is_spoken_of_where_all_seeds_agree():
     def said(paces):
         uniform, good = ([20.0, 10.0], [20.0, 11.5], [20.0, 12.0]), ([20.0, 8.0], [20.0, 9.6], [20.0, 10.0])

@@ -70,7 +70,8 @@ def _one_line(text: str) -> str:
 
 def heading(results: Results) -> str:
     """What was compared."""
-    return f"{results.recipe}: {many(len(results.methods), 'method')}, {many(len(results.seeds), 'seed')}"
+    seeds = statistics.seeds_in_words(len({cell.seed for cell in results.of(method)}) for method in results.methods)
+    return f"{results.recipe}: {many(len(results.methods), 'method')}, {seeds}"
 
 
 def facts(results: Results) -> list[str]:

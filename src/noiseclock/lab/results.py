@@ -235,7 +235,8 @@ def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
     wanted = {_name(key): None for key in product(*(config.get(part, []) for part in ("methods", "lrs", "seeds")))}
     there = {_name(cell.key): cell for cell in cells}
     named = {
-        "missing": [name for name in wanted if name not in there],
+        # a comparison that is extended by methods and by seeds need not have every seed of every method
+        "not begun": [name for name in wanted if name not in there],
         "failed": [f"{name} (at update {_step(cell):,}: {cell.failed})" for name, cell in there.items() if cell.failed],
         "not finished": [f"{name} (at update {_step(cell):,})" for name, cell in there.items() if not (cell.finished or cell.failed)],
         "without an evaluation": [name for name, cell in there.items() if not cell.points],
