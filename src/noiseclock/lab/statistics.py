@@ -225,7 +225,7 @@ class Table:
         """The rows as text."""
         return [
             [
-                row.method, f"{row.lr:g}" if row.lr is not None else "-", str(row.final), str(row.best), _change(row.difference),
+                row.method, f"{row.lr:g}" if row.lr is not None else "-", str(row.final), str(row.best), change_in_words(row.difference),
                 f"{row.difference.corrected:.2g}" if row.difference and row.difference.corrected is not None else "-", row.verdict,
                 str(row.speed_up_images), str(row.speed_up_seconds), str(row.area), str(row.overhead), str(row.final.n),
             ]
@@ -348,11 +348,11 @@ class _Comparison:
         machines = {str(cell.made_with.get("machine")) for cells in self.cells.values() for cell in cells.values()}
         notes = ["Values are of the last update at which all finished trainings were evaluated; ± is the standard deviation over seeds."]
         if tested:
+            notes.append("Differences are taken seed by seed, 95 % intervals and p by Student's t.")
+        if tested > 1:
             notes.append(
-                f"Differences are taken seed by seed, 95 % intervals by Student's t. The verdict is by p, corrected for {tested} comparisons by Holm's "
-                "method, so it may see no difference where an interval by itself excludes 0."
-                if tested > 1
-                else "Differences are taken seed by seed, 95 % intervals and p by Student's t."
+                f"The verdict is by p, corrected for {tested} comparisons by Holm's method, so it may see no difference where an interval by itself "
+                "excludes 0."
             )
         if self.differences:
             notes.append(
@@ -458,7 +458,7 @@ def _room(t: Table) -> str:
     return f"; 95 % intervals reach from {best} to {worst}" if good[0] != good[-1] else ""
 
 
-def _change(d: Difference | None) -> str:
+def change_in_words(d: Difference | None) -> str:
     """A difference as text for a table."""
     if d is None:
         return "-"
