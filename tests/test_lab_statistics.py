@@ -249,6 +249,11 @@ def test_one_seed_cannot_tell():
     )
 
 
+def test_of_many_methods_with_one_seed_the_answer_names_the_best():
+    results = finals({"uniform": [10.0], **{f"m{i}": [float(i)] for i in range(1, 7)}})
+    assert ": uniform 10, m1 1, m2 2, m3 3, m4 4 and 2 more; run more seeds." in answer(results)
+
+
 def test_two_seeds_can_hardly_tell():
     row = row_of(finals({"uniform": [10.0, 12.0], "m": [9.0, 10.0]}), "m")
     assert row.verdict == SAME

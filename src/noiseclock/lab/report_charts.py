@@ -24,6 +24,7 @@ COLOURS = [
 ]  # fmt: skip
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
+MOST_LINES = 12  # in one chart; of more, the eye cannot follow one
 LOG_FROM = 4.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
 
 
@@ -43,7 +44,7 @@ def charts(results: Results) -> dict[str, Any]:
 def looks(results: Results) -> list[dict[str, Any]]:
     """How each method is drawn; no other method has the baseline's colour.
 
-    early: it has no final value, and there are more methods than colours, so its lines are left out at first.
+    early: it has no final value, and there are more than MOST_LINES methods, so its lines are left out at first.
     """
     found, others = [], 0
     common = [cell for cell in results.cells if cell.lr == results.lr]
@@ -56,7 +57,7 @@ def looks(results: Results) -> list[dict[str, Any]]:
             others += 1
         dash = DASHES[turn % len(DASHES)]
         look = {"name": method, "baseline": method == results.baseline, "colour": colour, "dash": dash, "symbol": SYMBOLS[colour]}
-        found.append({**look, "early": len(results.methods) > len(COLOURS) and bool(final) and method not in final})
+        found.append({**look, "early": len(results.methods) > MOST_LINES and bool(final) and method not in final})
     return found
 
 

@@ -35,7 +35,7 @@ NAMES = {
 }  # fmt: skip
 
 BASELINE, BETTER, WORSE, SAME, ONE_SEED = "baseline", "better", "worse", "no significant difference", "cannot tell (one seed)"
-NAMED = 4  # methods without a verdict that the answer names; more it counts
+NAMED = 4  # methods without a verdict that the answer names; it counts more
 UNKNOWN = "cannot tell"  # begins every text that stands in place of a verdict
 
 
@@ -399,7 +399,7 @@ def _said(t: Table) -> str:
     elif same:
         text = f"{same[0].method + ' did not differ' if len(same) == 1 else 'no method differed'} significantly from {yardstick}{_room(t)}"
     elif one:
-        values = ", ".join(f"{row.method} {row.final}" for row in one)
+        values = ", ".join(f"{row.method} {row.final}" for row in one[:NAMED]) + (f" and {len(one) - NAMED} more" if len(one) > NAMED else "")
         text = f"one seed cannot tell whether a method is better than {t.baseline} in {t.title}: {t.baseline} {base}, {values}; run more seeds"
     else:
         text = f"nothing can be told: {'; '.join(unknown)}"
