@@ -300,7 +300,7 @@ def test_a_place_that_cannot_be_written_is_said_before_hours_of_sampling(capsys,
 
 SAMPLING = {
     "--steps 0": "steps must be at least 1",
-    "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
+    "--steps 21": "steps must be at least 1 and at most 20, the steps that there are, got 21",
     "--solver magic": "unknown solver 'magic'; known: ddpm, ddim, euler, heun, dpm++",
     "--solver heun:shift=3": "only the schedule flow has a grid to shift",
     "--guidance 2": "guidance=2 needs a model with classes",
