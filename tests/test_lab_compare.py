@@ -11,7 +11,7 @@ import pytest
 
 import forked
 import noiseclock.lab.compare as lab_compare
-import noiseclock.lab.train as lab_train
+import noiseclock.lab.validation as lab_validation
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
@@ -30,8 +30,8 @@ from small_runs import TINY, content, differing, points, state_of
 @pytest.fixture(autouse=True)
 def small_evaluations(monkeypatch):
     """Held-out losses and utilities of a few images: they are compared with each other, and with what the training has logged."""
-    for name, value in (("VALIDATION", 4), ("TIMES", 5)):
-        monkeypatch.setattr(lab_train, name, value)
+    for name, value in (("IMAGES", 4), ("TIMES", 5)):
+        monkeypatch.setattr(lab_validation, name, value)
     for name, value in (("USEFUL_IMAGES", 8), ("USEFUL_BINS", 4), ("USEFUL_PROBES", 2)):
         monkeypatch.setattr(lab_compare, name, value)
 
