@@ -164,6 +164,18 @@ def test_cells_that_are_missing_unfinished_or_not_evaluated_are_named(tmp_path):
     assert [cell.finished for cell in found.of("p2")] == [True, False, False]
 
 
+def test_a_training_that_failed_says_why_unless_asked_of_before(tmp_path):
+    folder = made_up_results.write(tmp_path, ["uniform", "p2"], [0], updates=500, stopped={("p2", 0): 250}, pictures=False)
+    (cell,) = (folder / "cells").glob("p2*")
+    write_json(cell / "failed.json", {"why": "the loss was not finite"})
+    assert read(folder).problems == ["1 of 2 trainings failed: p2, lr 0.001, seed 0 (at update 250: the loss was not finite)"]
+    assert {cell.method: cell.failed for cell in read(folder).cells} == {"uniform": "", "p2": "the loss was not finite"}
+    assert read(folder, at=250).problems == []
+    (cell / "failed.json").write_text('{"why": 3}')
+    assert read(folder).problems[0].endswith("/failed.json: malformed why; left out")
+    assert read(folder).of("p2")[0].failed == "for an unknown reason"
+
+
 def test_many_of_a_kind_are_counted_and_some_named(folder):
     config = json.loads((folder / "compare.json").read_text())
     write_json(folder / "compare.json", {**config, "seeds": list(range(100))})

@@ -260,7 +260,8 @@ def _up_to(cell: Cell, at: int) -> Cell:
     points, train, validations = ([record for record in records if record["step"] <= at] for records in (cell.points, cell.train, cell.validations))
     pictures = {step: path for step, path in cell.pictures.items() if step <= at}
     finished = any(point["step"] == at for point in points)
-    return replace(cell, points=points, train=train, validations=validations, pictures=pictures, finished=finished)
+    failed = "" if finished else cell.failed  # what happened later is not asked
+    return replace(cell, points=points, train=train, validations=validations, pictures=pictures, finished=finished, failed=failed)
 
 
 def _name(key: Sequence[Any]) -> str:
