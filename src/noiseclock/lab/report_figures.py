@@ -25,7 +25,7 @@ STYLE = {
     "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.labelsize": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8a8a8a", "axes.grid": True, "axes.axisbelow": True,
     "grid.color": "#e8e8e8", "grid.linewidth": 0.6, "xtick.color": "#555555", "ytick.color": "#555555", "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "legend.frameon": False, "legend.fontsize": 8, "lines.linewidth": 1.6, "lines.markersize": 5, "savefig.dpi": 200,
+    "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 3.5, "lines.linewidth": 1.6, "lines.markersize": 5, "savefig.dpi": 200,
     "figure.constrained_layout.use": True,
 }  # fmt: skip
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
@@ -81,7 +81,7 @@ def _quality(data: dict[str, Any], metric: dict[str, Any]) -> Figure:
 def _against(axes: Axes, data: dict[str, Any], metric: dict[str, Any], by: str, only: Sequence[int] | None = None) -> None:
     day = metric["day"] if by == "seconds" else None
     for m, curve in enumerate(metric["curves"]):
-        if curve and (only is None or m in only):
+        if curve and (not data["methods"][m]["early"] if only is None else m in only):
             x = _floats(curve[by]) / (day or 1)
             _line(axes, data, m, x, curve)
     if metric["target"] is not None:
@@ -138,7 +138,7 @@ def _sweep(data: dict[str, Any], metric: dict[str, Any], sweep: dict[str, Any], 
     left.minorticks_off()
     left.set_xlabel(_short(sweep["label"], 60))
     left.set_title(_title(metric) + (f", after {end['step']:,} updates" if end["step"] else ""))
-    _against(right, data, metric, "seconds", only=[*base, *(m for m, _ in sweep["points"])])
+    _against(right, data, metric, end["by"], only=[*base, *(m for m, _ in sweep["points"])])
     _legend(figure, right)
     return figure
 

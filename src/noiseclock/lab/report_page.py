@@ -226,8 +226,8 @@ def _sweeps(data: dict[str, Any]) -> str:
         when = "".join(_for_metric(key, j, f"after {step:,} updates" if step else "", "span") for j, (key, step) in enumerate(ends.items()))
         about = f"{title}, {when}"
         pair = _chart(f"{_titles(data)} against {option}", about, f'data-chart="sweep" data-index="{i}"', f"Chart of final quality against {label}")
-        lines = [line for metric in data["metrics"].values() for m, _ in sweep["points"] if (line := metric["curves"][m])]
-        by, what = ("images", "images") if any(None in line["seconds"] for line in lines) else ("seconds", "training time")
+        by = next(metric["sweeps"][i]["by"] for metric in data["metrics"].values())  # the same in all
+        what = "images" if by == "images" else "training time"
         chart = f'data-chart="quality" data-by="{by}" data-only="{only}"'
         pair += _chart(f"{_titles(data)} against {what}", "these methods only", chart, f"Line chart of quality against {what} for {title}")
         content += f'<div class="pair">{pair}</div>'
