@@ -357,7 +357,7 @@ class _Comparison:
         if self.differences:
             notes.append(
                 f"A speed-up is the time, or the number of images, that {self.results.baseline} took to its best value, divided by what the method "
-                "took to get as far with the same seed; ranges are over seeds. All train equally long, so a slower method reads “not reached”."
+                "took to get as far with the same seed; ranges are over seeds. A method that would need more updates than it had reads “not reached”."
             )
         if self.own_lr:
             notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
