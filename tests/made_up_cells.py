@@ -8,14 +8,14 @@ from noiseclock.lab.statistics import table
 EVERY, BATCH = 100, 64
 
 
-def training(method: str, seed: int, values, *, lr=1e-3, metric="frechet", pace=0.01, finished=True, machine="one", samples=1000) -> Cell:
+def training(method: str, seed: int, values, *, lr=1e-3, metric="frechet", pace=0.01, finished=True, machine="one", samples=1000, failed="") -> Cell:
     """A cell with these values, one every 100 updates; None where the metric was not taken."""
     points = []
     for i, value in enumerate(values):
         step = EVERY * (i + 1)
         point = {"step": step, "images": step * BATCH, "seconds": step * pace, "samples": samples}
         points.append(point if value is None else {**point, metric: value})
-    return Cell(method, lr, seed, points=points, finished=finished, made_with={"machine": machine})
+    return Cell(method, lr, seed, points=points, finished=finished, made_with={"machine": machine}, failed=failed)
 
 
 def compared(cells: list[Cell], **config) -> Results:

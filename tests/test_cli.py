@@ -291,9 +291,16 @@ def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
     assert "notes.txt is a file" in said(capsys, "sample", str(run), "--out", "notes.txt", status=2)
 
 
+def test_a_place_that_cannot_be_written_is_said_before_hours_of_sampling(capsys, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("noiseclock.lab.built.sampled", None)  # it would fail if it were called
+    (tmp_path / "file").write_text("mine")
+    shown = said(capsys, "sample", str(run), "--out", str(tmp_path / "file" / "grid.png"), status=2)
+    assert f"cannot write into {tmp_path / 'file'} (" in shown
+
+
 SAMPLING = {
     "--steps 0": "steps must be at least 1",
-    "--steps 21": "steps must be at least 1 and at most 20, the number that the schedule has, got 21",
+    "--steps 21": "steps must be at least 1 and at most 20, the steps that there are, got 21",
     "--solver magic": "unknown solver 'magic'; known: ddpm, ddim, euler, heun, dpm++",
     "--solver heun:shift=3": "only the schedule flow has a grid to shift",
     "--guidance 2": "guidance=2 needs a model with classes",

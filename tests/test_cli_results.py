@@ -124,7 +124,7 @@ def test_a_training_that_fails_is_named_and_the_others_compared(capsys, tmp_path
     monkeypatch.setattr(lab_compare, "train", training)
     shown = said(capsys, *comparison(tmp_path / "run", "--samplers", "uniform", "min-snr"))
     assert "min-snr, lr 0.001, seed 1 failed: the loss was not finite for 10 updates in a row\n" in shown
-    assert "nothing can be told: min-snr (not finished in 1 of 2 seeds)" in shown
+    assert "nothing can be told: min-snr (failed in 1 of 2 seeds)" in shown
 
 
 def test_a_comparison_of_which_every_training_fails_has_failed(capsys, tmp_path, monkeypatch):

@@ -351,7 +351,7 @@ def test_another_analysis_is_refused(whole, tmp_path):
 
 def test_a_checkpoint_is_analysed_without_training(tmp_path, monkeypatch):
     recipe = replace(SMALL, updates=2, validate_every=1, sampler="loss-ema", weighting="min-snr", conditional=True)
-    monkeypatch.setattr("noiseclock.lab.train.VALIDATION", 4)
+    monkeypatch.setattr("noiseclock.lab.validation.IMAGES", 4)
     for _ in train(recipe, tmp_path / "run", device="cpu"):
         pass
     monkeypatch.setattr(analyze, "train", lambda *_, **__: pytest.fail("trained"))

@@ -11,7 +11,7 @@ import pytest
 
 import forked
 import noiseclock.lab.compare as lab_compare
-import noiseclock.lab.train as lab_train
+import noiseclock.lab.validation as lab_validation
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.samplers import LogitNormal
 from noiseclock.core.scheduled import LogNormal
@@ -30,8 +30,8 @@ from small_runs import TINY, content, differing, points, state_of
 @pytest.fixture(autouse=True)
 def small_evaluations(monkeypatch):
     """Held-out losses and utilities of a few images: they are compared with each other, and with what the training has logged."""
-    for name, value in (("VALIDATION", 4), ("TIMES", 5)):
-        monkeypatch.setattr(lab_train, name, value)
+    for name, value in (("IMAGES", 4), ("TIMES", 5)):
+        monkeypatch.setattr(lab_validation, name, value)
     for name, value in (("USEFUL_IMAGES", 8), ("USEFUL_BINS", 4), ("USEFUL_PROBES", 2)):
         monkeypatch.setattr(lab_compare, name, value)
 
@@ -435,4 +435,12 @@ def test_a_method_that_diverges_does_not_stop_the_others(tmp_path, monkeypatch):
     small = plan(samples=0, vlb_images=0)
     events = list(compare(small, tmp_path, device="cpu"))
     assert [event.cell.method for event in events if event.failure] == ["lsm+min-snr"] * 2
-    assert {cell.method: cell.finished for cell in read(tmp_path).cells} == {"uniform": True, "lsm+min-snr": False}
+    results = read(tmp_path)
+    assert {cell.method: cell.finished for cell in results.cells} == {"uniform": True, "lsm+min-snr": False}
+    # the report, too, tells a training that failed from one that may go on
+    why = "the gradient was not finite for 10 updates in a row"
+    assert {cell.failed for cell in results.of("lsm+min-snr")} == {why}
+    assert f"2 of 4 trainings failed: lsm+min-snr, lr 0.001, seed 0 (at update 0: {why}); " in "\n".join(results.problems)
+    monkeypatch.setattr(module, "train", train)
+    assert not [event.failure for event in compare(small, tmp_path, device="cpu") if event.failure]
+    assert read(tmp_path).problems == []

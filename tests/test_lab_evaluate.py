@@ -344,6 +344,8 @@ def test_bits_per_dim_is_the_mean_of_the_bound():
     assert found.mean == pytest.approx(values.mean().item(), rel=1e-6)
     assert found.error == pytest.approx(values.std().item() / math.sqrt(40), rel=1e-6)
     assert str(found) == f"VLB {found.mean:.4g} ± {found.error:.2g} bits/dim (40 images of digits test, all 60 steps, variance fixed-small)"
+    one = bits_per_dim(model, SCHEDULE, "eps", TEST, n=1, seed=3)
+    assert str(one) == f"VLB {one.mean:.4g} bits/dim (1 image of digits test, all 60 steps, variance fixed-large)"  # one has no spread
     # in other batches the noise is other noise: within five of the errors
     parts = bits_per_dim(model, SCHEDULE, "eps", TEST, n=40, batch=15, seed=3, variance="fixed-small")
     assert parts.count == 40

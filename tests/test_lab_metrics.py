@@ -240,3 +240,14 @@ def test_bad_features_are_refused():
         squared_mmd(good, good[:1])
     with pytest.raises(ValueError, match="at least 4"):
         precision_recall(good, good[:3])
+
+
+@pytest.mark.parametrize("chunk", [37, 2**26])
+def test_copies_of_a_picture_are_at_its_very_place(chunk):
+    """Balls around copies have radius 0, and the rounding of a distance must not put the same picture outside."""
+    points = torch.rand(10, 2048, generator=torch.Generator().manual_seed(0)) * 7 + 3
+    real = points.repeat_interleave(10, 0)
+    assert precision_recall(real, real[::2].clone(), chunk=chunk) == (1.0, 1.0)
+    constant = torch.full((20, 5), 3.3)
+    assert precision_recall(constant, constant, chunk=chunk) == (1.0, 1.0)
+    assert precision_recall(constant, constant + 1e-4, chunk=chunk) == (0.0, 0.0)

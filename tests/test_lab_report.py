@@ -40,7 +40,7 @@ def test_imports_no_torch(module):
         names |= {str(node.module)} if isinstance(node, ast.ImportFrom) else set()
     assert not [name for name in names if name.split(".")[0] == "torch"]
     # and nothing of ours that is not about result files
-    allowed = {"errors", "results", "statistics", "curves", "report_charts", "report_figures", "report_markdown", "report_page"}
+    allowed = {"errors", "results", "statistics", "curves", "ended_early", "report_charts", "report_figures", "report_markdown", "report_page"}
     assert {name.rpartition(".")[2] for name in names if name.startswith("noiseclock")} <= allowed | {"lab"}
 
 
@@ -66,7 +66,6 @@ def test_a_day_is_when_the_baseline_got_to_its_best():
     found = report_charts.quality(results, "frechet")
     assert found["day"] == pytest.approx((2 + 9) / 2)
     assert found["target"] == pytest.approx((4 + 2) / 2)
-    assert found["finals"] == [{"mean": 3.5, "low": 2, "high": 5, "n": 2}, {"mean": 1.5, "low": 1, "high": 2, "n": 2}]
     assert found["log"]  # from 1 to 100
     assert found["lrs"] == [None, None]
 
@@ -178,6 +177,52 @@ def test_sweeps_are_methods_that_differ_in_one_option():
     assert gamma["label"] == "gamma of min-snr"
     for odd in ("", ":", "a:=", "a:b=", "=,:+@", "a:b=c=d", ":b=1", ",b=1"):
         report_charts.sweeps([odd, odd + "1"])
+
+
+def test_a_sweep_ends_where_all_its_methods_are_on_seeds_that_all_have():
+    """Stopped early, they would be points nowhere; and beside another seed of the baseline, 7 would seem better than uniform, which it is not."""
+    cells = [cell("uniform", 0, [6, 1]), cell("uniform", 1, [10, 1]), *(cell(f"speed:k={k}", 0, [7 + k]) for k in (0, 1))]
+    (sweep,) = report_charts.quality(results_of(*cells), "frechet")["sweeps"]
+    assert sweep["step"] == 10
+    assert [value["mean"] for value in sweep["values"]] == [6, 7, 8]
+    assert sweep["by"] == "seconds"
+    del cells[-1].points[0]["seconds"]
+    assert report_charts.quality(results_of(*cells), "frechet")["sweeps"][0]["by"] == "images"
+    # without a common seed, what there is
+    (apart,) = report_charts.quality(results_of(*cells[1:]), "frechet")["sweeps"]
+    assert [value["mean"] for value in apart["values"]] == [10, 7, 8]
+
+
+def ended_early(folder: Path) -> Results:
+    """Of 14 methods five have reached the end."""
+    methods = ["uniform", *(f"m{i}" for i in range(13))]
+    stopped = {(method, seed): 100 for method in methods[5:] for seed in (0, 1)}
+    return read(made_up_results.write(folder, methods, (0, 1), updates=200, every=100, stopped=stopped, pictures=False))
+
+
+def test_what_ended_early_has_a_table_of_its_own(tmp_path):
+    results = ended_early(tmp_path / "r")
+    page, text = report_page.page(results), report_markdown.markdown(results)
+    numbers, early = (re.search(rf'<section id="{name}".*?</section>', page, re.DOTALL)[0] for name in ("answer", "early"))
+    assert ('title="m3"' in numbers, 'title="m4"' in numbers) == (True, False)
+    assert ('title="m3"' in early, 'title="m4"' in early) == (False, True)
+    assert "| ended early | learning rate | updates |" in text
+    table = statistics.table(results, "frechet")
+    (m4, *_) = found = report_page.ended_early(results, table)
+    assert [(row.method, row.lr, row.step, set(row.values)) for row in found] == [(f"m{i}", 1e-3, 100, {0, 1}) for i in range(4, 13)]
+    theirs = {cell.seed: cell.points[0]["frechet"] for cell in results.of("uniform")}
+    assert m4.difference.mean == pytest.approx(sum(m4.values[seed] - theirs[seed] for seed in (0, 1)) / 2)
+    # where all got to the end there is no such table
+    assert 'id="early"' not in report_page.page(read(made_up_results.write(tmp_path / "all", ["uniform", "m"], (0,), updates=200, every=100)))
+
+
+def test_lines_that_ended_early_are_hidden_where_there_are_too_many(tmp_path):
+    results = ended_early(tmp_path)
+    assert [look["early"] for look in report_charts.looks(results)] == [False] * 5 + [True] * 9
+    few = replace(results, cells=[cell for cell in results.cells if cell.method in ("uniform", "m0", "m8")])
+    assert not any(look["early"] for look in report_charts.looks(few))
+    running = replace(results, cells=[replace(cell, finished=False, points=[]) for cell in results.cells])
+    assert not any(look["early"] for look in report_charts.looks(running))
 
 
 def test_every_method_looks_different():

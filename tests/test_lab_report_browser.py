@@ -120,6 +120,19 @@ def test_names_of_many_lines_that_end_together_stay_inside_the_chart(browser, tm
     assert page.wrong == []
 
 
+def test_what_ended_early_can_be_ticked(browser, tmp_path):
+    methods = ["uniform", *(f"speed:k={k}" for k in range(1, 14))]
+    stopped = {(method, 0): 100 for method in methods[5:]}
+    page = opened(browser, report.write(made_up_results.write(tmp_path, methods, (0,), updates=200, every=100, stopped=stopped)))
+    late = set(range(5))
+    assert all(methods - {None} <= late for kind, methods in drawn(page) if kind not in ("sweep", "quality"))
+    assert [methods for kind, methods in drawn(page) if kind == "quality"] == [late, late, set(range(14))]  # the last is of the sweep alone
+    page.locator(".methods input").nth(7).check()
+    assert 7 in next(methods for kind, methods in drawn(page) if kind == "quality")
+    assert ("density", {7}) in drawn(page)
+    assert page.wrong == []
+
+
 def test_the_metric_can_be_chosen(page, made_up):
     first = page.inner_text("#answer")
     page.select_option("#metric", "recall")

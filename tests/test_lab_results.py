@@ -157,18 +157,30 @@ def test_cells_that_are_missing_unfinished_or_not_evaluated_are_named(tmp_path):
     shutil.rmtree(cell_of(folder, 2))
     found = read(folder)
     assert found.problems == [
-        "1 of 6 trainings missing: uniform, lr 0.001, seed 2",
+        "1 of 6 trainings not begun: uniform, lr 0.001, seed 2",
         "2 of 6 trainings not finished: p2, lr 0.001, seed 1 (at update 250); p2, lr 0.001, seed 2 (at update 0)",
         "1 of 6 trainings without an evaluation: p2, lr 0.001, seed 2",
     ]
     assert [cell.finished for cell in found.of("p2")] == [True, False, False]
 
 
+def test_a_training_that_failed_says_why_unless_asked_of_before(tmp_path):
+    folder = made_up_results.write(tmp_path, ["uniform", "p2"], [0], updates=500, stopped={("p2", 0): 250}, pictures=False)
+    (cell,) = (folder / "cells").glob("p2*")
+    write_json(cell / "failed.json", {"why": "the loss was not finite"})
+    assert read(folder).problems == ["1 of 2 trainings failed: p2, lr 0.001, seed 0 (at update 250: the loss was not finite)"]
+    assert {cell.method: cell.failed for cell in read(folder).cells} == {"uniform": "", "p2": "the loss was not finite"}
+    assert read(folder, at=250).problems == []
+    (cell / "failed.json").write_text('{"why": 3}')
+    assert read(folder).problems[0].endswith("/failed.json: malformed why; left out")
+    assert read(folder).of("p2")[0].failed == "for an unknown reason"
+
+
 def test_many_of_a_kind_are_counted_and_some_named(folder):
     config = json.loads((folder / "compare.json").read_text())
     write_json(folder / "compare.json", {**config, "seeds": list(range(100))})
     (problem,) = read(folder).problems
-    assert problem.startswith("196 of 200 trainings missing: ")
+    assert problem.startswith("196 of 200 trainings not begun: ")
     assert problem.endswith("; and 193 more")
 
 
@@ -183,7 +195,7 @@ def test_a_cell_without_a_usable_cell_json_is_left_out(folder):
     assert "seed-1/cell.json: malformed method, lr, seed, settings; left out" in told
     assert "seed-1/cell.json: without method and lr and seed the cell is left out" in told
     assert "seed-0/cell.json does not hold a JSON object" in told
-    assert "3 of 4 trainings missing" in told
+    assert "3 of 4 trainings not begun" in told
 
 
 def test_a_file_among_the_cells_and_a_folder_in_place_of_a_file(folder):

@@ -143,6 +143,8 @@ def test_the_goal_is_the_best_so_far_of_the_same_seed():
     assert speed_up(training("m", 0, [8.0, 7.0, 6.0, 4.0]), uniform, "frechet", 400, "images") == pytest.approx(200 / 350)
     assert speed_up(training("m", 0, [8.0, 7.0, 6.0, 5.1]), uniform, "frechet", 400, "images") == 0
     assert speed_up(training("m", 0, [4.0, 99.0, 99.0, 99.0]), uniform, "frechet", 400, "images") == 2.0  # no earlier than it was looked at
+    # after a setback the goal is on the line from there, (12 - 5)/(12 - 2) of the way, not on one from the best so far
+    assert speed_up(training("m", 0, [6.0, 12.0, 2.0]), uniform, "frechet", 400, "images") == pytest.approx(200 / 270)
     # of what the baseline did later nothing is asked
     assert speed_up(training("m", 0, [9.0, 5.0]), training("uniform", 0, [9.0, 6.0, 1.0]), "frechet", 200, "images") == pytest.approx(200 / 175)
 
@@ -247,6 +249,11 @@ def test_one_seed_cannot_tell():
     )
 
 
+def test_of_many_methods_with_one_seed_the_answer_names_the_best():
+    results = finals({"uniform": [10.0], **{f"m{i}": [float(i)] for i in range(1, 7)}})
+    assert ": uniform 10, m1 1, m2 2, m3 3, m4 4 and 2 more; run more seeds." in answer(results)
+
+
 def test_two_seeds_can_hardly_tell():
     row = row_of(finals({"uniform": [10.0, 12.0], "m": [9.0, 10.0]}), "m")
     assert row.verdict == SAME
@@ -279,6 +286,8 @@ def test_a_method_that_does_not_finish_is_not_better():
     assert verdicts(alone)["m"] == "cannot tell (not finished)"
     assert "A speed-up is" not in " ".join(table(alone, "frechet").notes)
     assert "A speed-up is" in " ".join(table(results, "frechet").notes)
+    failed = [training("m", 0, [9.0, 1.0]), training("m", 1, [9.0], finished=False), training("m", 2, [9.0], finished=False, failed="not finite")]
+    assert verdicts(compared(uniform + failed))["m"] == "cannot tell (failed in 1 of 3 seeds, not finished in 1 of 3 seeds)"
     # once the baseline lacks a seed, nobody can be told by it
     cut = [*uniform[:2], training("uniform", 2, [22.0], finished=False)]
     assert set(verdicts(compared(cut + other)).values()) == {BASELINE, "cannot tell (not finished in 1 of 3 seeds)"}
@@ -371,6 +380,12 @@ def test_a_learning_rate_at_which_a_seed_fails_is_not_the_best():
 def test_more_learning_rates_than_the_baseline_had_are_no_fair_choice():
     cells = [cell for cell in rates().cells if (cell.method, cell.lr) != ("uniform", 2e-3)]
     assert verdicts(compared(cells), own_lr=True)["m"] == "cannot tell (different learning rates were tried)"
+    # a learning rate that was stopped early had no chance of being the best
+    stopped = [training("uniform", s, [], lr=2e-3, finished=False) for s in range(3)]
+    assert verdicts(compared(cells + stopped), own_lr=True)["m"] == "cannot tell (different learning rates were tried)"
+    # one at which it failed had
+    failed = [training("uniform", s, [], lr=2e-3, finished=False, failed="not finite") for s in range(3)]
+    assert verdicts(compared(cells + failed), own_lr=True)["m"] == BETTER
 
 
 # --- in words -----------------------------------------------------------------------------------------------------------------------------
@@ -397,6 +412,27 @@ def test_the_answer_tells_who_was_better_by_how_much_and_how_sure_that_is():
         f"and it needed {spread} times uniform's training time to get as far. Also better: fine, {by('fine')}. Worse: bad, {by('bad')}. "
         "No significant difference: same."
     )
+
+
+def test_the_answer_counts_the_seeds_of_what_it_tells():
+    """Not those of another method, and values of these seeds alone."""
+    values = {"uniform": [10.0, 12.0, 20.0], "good": [5.0, 7.1], "same": [10.1, 11.8, 20.1]}
+    said = answer(compared([training(m, s, [v]) for m, row in values.items() for s, v in enumerate(row)]))
+    assert "good reached 6.0 ± 1.5 in Fréchet distance, uniform 11.0 ± 1.4, over 2 seeds: better by" in said
+    values["good"] = [9.9, 12.2]
+    assert "no method differed significantly from uniform, at 14.0 ± 5.3 in Fréchet distance, over 2 to 3 seeds" in answer(finals(values))
+
+
+def test_many_methods_without_a_verdict_are_counted():
+    cells = [training("uniform", 0, [2.0, 1.0])] + [training(f"m{i}", 0, [2.0], finished=False) for i in range(5)]
+    assert answer(compared(cells[:5])).endswith("nothing can be told: m0, m1, m2, m3 (not finished).")
+    assert answer(compared(cells)).endswith("nothing can be told: 5 methods (not finished).")
+
+
+def test_what_an_update_costs_is_known_before_the_end():
+    cells = [training("uniform", 0, [2.0, 1.0]), training("slow", 0, [2.0], pace=0.03, finished=False)]
+    row = row_of(compared(cells), "slow")
+    assert (row.overhead.mean, str(row.speed_up_images), str(row.area)) == (pytest.approx(3.0), "-", "-")
 
 
 def test_time_is_spoken_of_where_all_seeds_agree():

@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 import made_up_results
-from made_up_cells import compared, finals, row_of, training, verdicts
+from made_up_cells import EVERY, compared, finals, row_of, training, verdicts
+from noiseclock.lab.curves import speed_up
 from noiseclock.lab.results import METRICS, read
 from noiseclock.lab.statistics import BASELINE, BETTER, SAME, WORSE, answer, paired, table
 
@@ -89,6 +90,22 @@ def test_a_known_effect_is_found_with_its_size(tmp_path):
             assert row.difference.relative == pytest.approx(factor - 1, abs=0.0253 * factor)
             # all eight evaluations count: over another √8, with half a weight at the ends √7
             assert row.area.mean == pytest.approx(factor, abs=0.0253 / math.sqrt(7) * factor)
+
+
+@pytest.mark.parametrize("evaluations", [4, 20])
+@pytest.mark.parametrize("true", [1.5, 2.0])
+def test_a_known_speed_up_is_not_overstated_by_noise(true, evaluations):
+    """Noise lowers the baseline's best, which is the goal, and between evaluations straight lines lie above the curve: both cost the method."""
+    random, times, noise = np.random.default_rng(evaluations), 400, 0.01
+    done, found = (np.arange(evaluations) + 1) / evaluations, []
+    for _ in range(times):
+        theirs, mine = ((20 + 80 * np.exp(-4 * done * speed)) * np.exp(noise * random.normal(size=evaluations)) for speed in (1.0, true))
+        cells = [training(name, 0, values.tolist()) for name, values in (("m", mine), ("uniform", theirs))]
+        found.append(speed_up(*cells, "frechet", EVERY * evaluations, "images"))
+    assert min(found) > 0
+    logs = np.log(found)
+    # not above the truth by four errors of the mean, nor below it by a tenth
+    assert math.log(0.9 * true) < logs.mean() < math.log(true) + 4 * logs.std() / math.sqrt(times)
 
 
 def test_pairing_takes_out_what_seeds_have_in_common():

@@ -18,6 +18,7 @@ from PIL import Image
 import noiseclock as nc
 import noiseclock.lab.data as lab_data
 import noiseclock.lab.train as lab_train
+import noiseclock.lab.validation as lab_validation
 from noiseclock.core.clock import Clock
 from noiseclock.core.measure import loss_over_time
 from noiseclock.lab import checkpoint, pictures
@@ -41,7 +42,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     settings = replace(UNET, updates=6, log_every=2, save_every=2, validate_every=3, sample_every=4, track=("tensorboard",))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lab_train, "VALIDATION", 4)
+        patch.setattr(lab_validation, "IMAGES", 4)
         return folder, settings, trained(settings, folder)
 
 
@@ -198,8 +199,8 @@ def test_the_held_out_loss_is_the_mean_over_the_density_that_is_meant(tmp_path, 
 
 
 def test_a_look_at_the_model_does_not_change_what_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab_train, "VALIDATION", 4)
-    monkeypatch.setattr(lab_train, "TIMES", 5)
+    monkeypatch.setattr(lab_validation, "IMAGES", 4)
+    monkeypatch.setattr(lab_validation, "TIMES", 5)
     settings = replace(TINY, dropout=0.1)
     trained(settings, tmp_path / "unseen")
     trained(replace(settings, validate_every=1, sample_every=1, save_every=1, log_every=3), tmp_path / "seen")

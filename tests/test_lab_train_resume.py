@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import noiseclock.lab.train as lab_train
+import noiseclock.lab.validation as lab_validation
 from noiseclock.lab import checkpoint
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.recipes import FREE, Recipe
@@ -32,8 +33,8 @@ RESUMED = {
 
 @pytest.mark.parametrize("changes", RESUMED.values(), ids=RESUMED)
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path, changes, monkeypatch):
-    monkeypatch.setattr(lab_train, "VALIDATION", 4)
-    monkeypatch.setattr(lab_train, "TIMES", 5)
+    monkeypatch.setattr(lab_validation, "IMAGES", 4)
+    monkeypatch.setattr(lab_validation, "TIMES", 5)
     settings = replace(TINY, **changes, updates=10, validate_every=5)
     whole = trained(settings, tmp_path / "whole")
     parts = [trained(settings, tmp_path / "parts", stop=stop) for stop in (5, None)]

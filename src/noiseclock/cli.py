@@ -284,8 +284,7 @@ def sample(argv: list[str]) -> int:
     from noiseclock.lab.trained import opened
 
     device, out = _check_device(options.device), Path(options.out)
-    pictures.form_of(out)  # raises a Mistake before, not after, hours of sampling
-    pictures.refuse_full(out)
+    pictures.check_place(out)  # before, not after, hours of sampling
     run = opened(options.folder, step=options.step, device=device, images=False)
     if options.encoder and not options.prompt:
         raise Mistake('--encoder needs a prompt; give one as --prompt "a red circle"')

@@ -177,7 +177,7 @@ def planned(recipe: Recipe, images: int, *, quick: bool = False) -> Plan:
 def profile(run: Trained, plan: Plan, *, weighted: bool = False, device: str = "cpu") -> Profile:
     """The variance of the gradient and the loss over time; weighted: by the run's weighting, else unweighted."""
     x0, cond = some(run, plan.images, device)
-    with _autocast(run, device):
+    with run.recipe.autocast(device):
         slope = gradient_variance(
             run.clock, run.net, x0, cond=cond, bins=plan.bins, samples=min(plan.samples, len(x0)), pairs=plan.pairs, weighted=weighted
         )
@@ -192,7 +192,7 @@ def coupling(run: Trained, plan: Plan, *, device: str = "cpu") -> Coupling:
     x0, cond = some(run, plan.images, device)
     optimizer, found = run.optimizer(), []
     for interval in (INTERVAL, (0.0, 1.0)):
-        with _autocast(run, device):
+        with run.recipe.autocast(device):
             found.append(
                 interdependence(
                     run.clock, run.net.train(), optimizer, x0, cond=cond, interval=interval, updates=plan.updates, times=plan.times, batch=plan.batch
@@ -208,7 +208,7 @@ def usefulness(run: Trained, plan: Plan, *, device: str = "cpu") -> Utility:
     x0, cond = some(run, plan.images, device)
     optimizer, targets = run.optimizer(), tuple(TARGETS) if run.recipe.steps else ("simple", "min-snr")
     found = [utility_over_time(run.clock, run.net, optimizer, x0, cond=cond, target=target, bins=plan.bins, probes=plan.probes) for target in targets]
-    with _autocast(run, device):
+    with run.recipe.autocast(device):
         curve = loss_over_time(run.clock, run.net, x0, cond=cond, times=plan.times)
     clock, time = run.clock, torch.as_tensor(curve.time)
     levels = [float((TARGETS[name]()(clock.schedule, time, clock.objective).numpy() * curve.loss).mean()) for name in targets]
@@ -251,10 +251,6 @@ def some(run: Trained, n: int, device: str) -> tuple[Tensor, Tensor | None]:
     x0, labels = next(stream)
     stream.close()
     return x0, labels if run.recipe.conditional else None
-
-
-def _autocast(run: Trained, device: str) -> torch.autocast:
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=run.recipe.precision == "bf16")
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------------------------------

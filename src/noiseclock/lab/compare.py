@@ -156,7 +156,9 @@ def compare(
                     yield from run(plan, cell, folder / "cells" / cell.slug, device, until)
             except Busy:
                 continue
-            except Failure as error:  # a diverged method is a result too: it counts as not finished, and the other cells continue
+            except Failure as error:  # a diverged method is a result too, which the report names, and the other cells continue
+                with suppress(Failure):  # on a full disk
+                    write_json(folder / "cells" / cell.slug / "failed.json", {"why": str(error)})
                 yield Event(cell, failure=str(error))
             wish.grant()
 
@@ -294,6 +296,7 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
         yield Event(cell)
         return
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "failed.json").unlink(missing_ok=True)
     recipe, where = cell.recipe(plan), _where(device)
     good = checkpoint.newest(folder)  # `train` resumes from this, the newest undamaged checkpoint
     reached = int(good.name.rpartition("-")[2]) if good else 0

@@ -40,19 +40,20 @@ def curve(cell: Cell, metric: str) -> Curve:
 
 
 def reached(curve: Curve, along: Values, target: float, *, higher: bool = False) -> float:
-    """Images or seconds at which the best so far first equals the target, interpolated linearly between evaluations; infinite if never.
+    """Images or seconds at which the metric first equals the target, interpolated linearly between evaluations; infinite if never.
 
-    Quality improves fast at first and slowly later, so straight lines lie on its worse side: the result is too late rather than too early.
+    Quality improves fast at first and slowly later, so straight lines lie on its worse side: the result is too late rather than too early. The line
+    starts at the evaluation before, not at the best so far, which after a setback would be nearer to the target than the training was.
     """
     sign = -1 if higher else 1
-    best, goal = sign * curve.best, sign * target
-    there = np.flatnonzero(best <= goal)
+    value, goal = sign * curve.value, sign * target
+    there = np.flatnonzero(np.isfinite(value) & (value <= goal))
     if not len(there):
         return math.inf
     i = int(there[0])
-    if i == 0 or not np.isfinite(best[i - 1]):
+    if i == 0 or not np.isfinite(value[i - 1]):
         return float(along[i])
-    return float(along[i - 1] + (best[i - 1] - goal) / (best[i - 1] - best[i]) * (along[i] - along[i - 1]))
+    return float(along[i - 1] + (value[i - 1] - goal) / (value[i - 1] - value[i]) * (along[i] - along[i - 1]))
 
 
 def speed_up(method: Cell, baseline: Cell, metric: str, step: int, axis: str) -> float:

@@ -291,7 +291,8 @@ class BitsPerDim:
 
     def __str__(self) -> str:
         steps = f"all {self.of_steps:,} steps" if self.steps == self.of_steps else f"{self.steps:,} of {self.of_steps:,} steps, at random for each"
-        return f"VLB {self.mean:.4g} ± {self.error:.2g} bits/dim ({self.count:,} images of {self.data}, {steps}, variance {self.variance})"
+        images = f" ± {self.error:.2g} bits/dim ({self.count:,} images" if self.count > 1 else " bits/dim (1 image"
+        return f"VLB {self.mean:.4g}{images} of {self.data}, {steps}, variance {self.variance})"
 
 
 def bits_per_dim(

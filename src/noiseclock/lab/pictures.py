@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.folder import making
 
 LEGIBLE = 64  # pixels on the longer side, below which pictures are magnified
 BORDER = 2
@@ -62,6 +64,15 @@ def form_of(path: str | Path) -> str:
     if form not in (".png", ".npz") and path.is_file():
         raise Mistake(f"{path} is a file, but a name without .png or .npz means a folder; choose another name")
     return form if form in (".png", ".npz") else ""
+
+
+def check_place(path: Path) -> None:
+    """A Mistake if pictures cannot be saved to `path`; makes the folder around it."""
+    form_of(path)
+    refuse_full(path)
+    with making(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path.parent).close()
 
 
 def refuse_full(path: Path) -> None:

@@ -177,6 +177,10 @@ class Recipe:
         density = replace(self, sampler=self.base, weighting="constant", correct="none").clock().sampler.log_prob(torch.as_tensor(time)).exp()
         return np.asarray(density.double().numpy())
 
+    def autocast(self, device: str | torch.device) -> torch.autocast:
+        """The context in which this recipe's network runs."""
+        return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=self.precision == "bf16")
+
     def settings(self) -> dict[str, Any]:
         """The fields as plain values, in order."""
         return asdict(self)

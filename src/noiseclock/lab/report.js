@@ -3,7 +3,8 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const all = (selector) => [...document.querySelectorAll(selector)];
   const phone = matchMedia("(max-width: 640px)"), dark = matchMedia("(prefers-color-scheme: dark)"), paper = matchMedia("print");
-  const state = { metric: Object.keys(data.metrics)[0], hidden: new Set(), printing: false };
+  const early = new Set(data.methods.map((_, m) => m).filter((m) => data.methods[m].early));
+  const state = { metric: Object.keys(data.metrics)[0], hidden: new Set(early), printing: false };
 
   // --- words, numbers, colours ---------------------------------------------------------------------------------------------------------
 
@@ -21,7 +22,7 @@
   const colour = (token) => getComputedStyle(document.documentElement).getPropertyValue(token).trim();
   const of = (m) => colour(`--c${data.methods[m].colour}`);
   const faint = (hex, alpha) => `rgba(${[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)).join(",")},${alpha})`;
-  const shown = () => data.methods.map((_, m) => m).filter((m) => !state.hidden.has(m));
+  const shown = (only) => data.methods.map((_, m) => m).filter((m) => (only ? only.includes(m) : true) && (!state.hidden.has(m) || (only && early.has(m))));
 
   // --- every chart ---------------------------------------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@
     quality(element) {
       const metric = data.metrics[state.metric], by = element.dataset.by, only = element.dataset.only?.split(" ").map(Number);
       const day = by === "seconds" ? metric.day : null;
-      const series = shown().filter((m) => metric.curves[m] && (!only || only.includes(m))).map((m) => {
+      const series = shown(only).filter((m) => metric.curves[m]?.[by].some((v) => v !== null)).map((m) => {
         const c = metric.curves[m], seeds = Math.max(...c.n);
         const cost = (i) => [c.images[i] !== null ? `${number(c.images[i])} images` : "", c.seconds[i] !== null ? duration(c.seconds[i]) : "",
           day && c.seconds[i] !== null ? `${number(c.seconds[i] / day)}D` : ""].filter(Boolean).join(" · ");
@@ -138,8 +139,9 @@
     },
     // A point with its range for each method, joined by a quiet line, and the baseline as a level.
     sweep(element) {
-      const sweep = data.sweeps[element.dataset.index], finals = data.metrics[state.metric].finals;
-      const points = sweep.points.filter(([m]) => !state.hidden.has(m) && finals[m]).map(([m, value]) => ({ m, value, ...finals[m] }));
+      const sweep = data.sweeps[element.dataset.index], finals = data.metrics[state.metric].sweeps[element.dataset.index].values;
+      const visible = shown(sweep.points.map(([m]) => m));
+      const points = sweep.points.filter(([m]) => visible.includes(m) && finals[m]).map(([m, value]) => ({ m, value, ...finals[m] }));
       const quiet = { color: colour("--soft"), width: 1.5 };
       const joined = { x: points.map((p) => p.value), y: points.map((p) => p.mean), mode: "lines", line: quiet, hoverinfo: "skip" };
       const dots = points.map((p) => ({
@@ -210,10 +212,13 @@
 
   // --- what the reader can change ------------------------------------------------------------------------------------------------------
 
-  function show(m, on) {
+  function mark(m, on) {
     if (on) state.hidden.delete(m); else state.hidden.add(m);
     for (const box of all(`.methods input[value="${m}"]`)) box.checked = on;
     for (const figure of all(`figure[data-method="${m}"]`)) figure.hidden = !on;
+  }
+  function show(m, on) {
+    mark(m, on);
     redraw();
   }
 
@@ -242,12 +247,12 @@
   }
 
   // A browser keeps the boxes of a page that is loaded again.
-  for (const box of all(".methods input")) box.checked = true;
+  for (const box of all(".methods input")) mark(Number(box.value), !early.has(Number(box.value)));
   for (const choice of all("#metric")) choice.value = state.metric;
   for (const slider of all("#step")) slider.value = slider.max;
   redraw();
   const clicked = ({ annotation }) => annotation.name && show(Number(annotation.name), false);
-  for (const element of all(".chart")) element.on("plotly_clickannotation", clicked);
+  for (const element of all(".chart")) element.on?.("plotly_clickannotation", clicked); // a chart that is still hidden is a density, without names
   for (const media of [dark, phone]) media.addEventListener("change", redraw);
   paper.addEventListener("change", (event) => printing(event.matches));
   addEventListener("beforeprint", () => printing(true));

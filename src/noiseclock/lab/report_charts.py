@@ -24,6 +24,7 @@ COLOURS = [
 ]  # fmt: skip
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-down", "star")
+MOST_LINES = 12  # in one chart; of more, the eye cannot follow one
 LOG_FROM = 4.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
 
 
@@ -41,8 +42,13 @@ def charts(results: Results) -> dict[str, Any]:
 
 
 def looks(results: Results) -> list[dict[str, Any]]:
-    """How each method is drawn; no other method has the baseline's colour."""
+    """How each method is drawn; no other method has the baseline's colour.
+
+    early: it has no final value, and there are more than MOST_LINES methods, so its lines are left out at first.
+    """
     found, others = [], 0
+    common = [cell for cell in results.cells if cell.lr == results.lr]
+    final = {key[0] for metric in statistics.measured(results) for key in statistics.final(common, metric).values}
     for method in results.methods:
         if method == results.baseline:
             colour, turn = 0, 0
@@ -50,7 +56,8 @@ def looks(results: Results) -> list[dict[str, Any]]:
             colour, turn = 1 + others % (len(COLOURS) - 1), others // (len(COLOURS) - 1)
             others += 1
         dash = DASHES[turn % len(DASHES)]
-        found.append({"name": method, "baseline": method == results.baseline, "colour": colour, "dash": dash, "symbol": SYMBOLS[colour]})
+        look = {"name": method, "baseline": method == results.baseline, "colour": colour, "dash": dash, "symbol": SYMBOLS[colour]}
+        found.append({**look, "early": len(results.methods) > MOST_LINES and bool(final) and method not in final})
     return found
 
 
@@ -58,7 +65,7 @@ def quality(results: Results, metric: str) -> dict[str, Any]:
     """A metric through training at the common learning rate, and its final values at every learning rate.
 
     curves: see `through_training`. target: the baseline's best, mean over seeds. day: the seconds that the baseline needed for it, the paper's 1D.
-    finals: values over seeds at the last common update. lrs: final values by learning rate, for methods that were trained with several.
+    sweeps: see `at_the_end_of`. lrs: final values by learning rate, for methods that were trained with several.
     """
     common = [cell for cell in results.cells if cell.lr == results.lr]
     end, ends = statistics.final(common, metric), statistics.final(results.cells, metric)
@@ -76,7 +83,7 @@ def quality(results: Results, metric: str) -> dict[str, Any]:
         "name": statistics.title(results, metric), "higher": higher, "step": end.step, "curves": curves, "target": _mean(level),
         "day": day if day is not None and math.isfinite(day) and day > 0 else None,
         "log": not higher and bool(values) and min(values) > 0 and max(values) > LOG_FROM * min(values),
-        "finals": [_over_seeds([value for key, value in end.values.items() if key[0] == method]) for method in results.methods],
+        "sweeps": [at_the_end_of(sweep, results, metric) for sweep in sweeps(results.methods)],
         "lrs": [_by_lr(method, ends) for method in results.methods],
     }  # fmt: skip
 
@@ -193,6 +200,27 @@ def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
         label = "|S|, times that a probe measures" if (name, option) == ("adaptive", "count") else f"{option} of {name}"
         found.append({"title": f"{before}…{after}", "option": option, "label": label, "points": ordered, "numeric": numeric, "log": log})
     return found
+
+
+def at_the_end_of(sweep: dict[str, Any], results: Results, metric: str) -> dict[str, Any]:
+    """The values of a sweep's methods, and of the baseline, at the last update that all of these reached; step: None if there is none.
+
+    Over the seeds that all have there, if there are any: with other seeds, the baseline's level would be no measure of them. by: what their curves
+    are drawn against, images where some have no times.
+    """
+    wanted = {results.methods[m] for m, _ in sweep["points"]} | {results.baseline}
+    cells = [cell for cell in results.cells if cell.method in wanted and cell.lr == results.lr]
+    by_step: dict[str, dict[int, dict[int, float]]] = {}
+    for cell in cells:
+        for point in cell.points:
+            if math.isfinite(point.get(metric, math.nan)):
+                by_step.setdefault(cell.method, {}).setdefault(point["step"], {})[cell.seed] = point[metric]
+    step = _last_in_common(set(steps) for steps in by_step.values())
+    there = {method: steps[step] for method, steps in by_step.items() if step in steps}
+    seeds = set.intersection(*map(set, there.values())) if there else set()
+    values = [_over_seeds([v for seed, v in there.get(method, {}).items() if seed in seeds or not seeds]) for method in results.methods]
+    timed = all("seconds" in point for cell in cells for point in cell.points)
+    return {"step": step, "values": values, "by": "seconds" if timed else "images"}
 
 
 # --- over seeds ---------------------------------------------------------------------------------------------------------------------------

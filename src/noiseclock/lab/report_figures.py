@@ -25,7 +25,7 @@ STYLE = {
     "font.family": "sans-serif", "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.labelsize": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8a8a8a", "axes.grid": True, "axes.axisbelow": True,
     "grid.color": "#e8e8e8", "grid.linewidth": 0.6, "xtick.color": "#555555", "ytick.color": "#555555", "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "legend.frameon": False, "legend.fontsize": 8, "lines.linewidth": 1.6, "lines.markersize": 5, "savefig.dpi": 200,
+    "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 3.5, "lines.linewidth": 1.6, "lines.markersize": 5, "savefig.dpi": 200,
     "figure.constrained_layout.use": True,
 }  # fmt: skip
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
@@ -44,8 +44,8 @@ def figures(results: Results, folder: str | Path) -> list[Path]:
         plans[f"quality-{key}"] = partial(_quality, data, metric)
         if any(metric["lrs"]):
             plans[f"learning-rate-{key}"] = partial(_learning_rate, data, metric)
-        for sweep in data["sweeps"]:
-            plans[f"sweep-{_slug(sweep['title'])}-{key}"] = partial(_sweep, data, metric, sweep)
+        for i, sweep in enumerate(data["sweeps"]):
+            plans[f"sweep-{_slug(sweep['title'])}-{key}"] = partial(_sweep, data, metric, sweep, metric["sweeps"][i])
     if data["loss"]:
         plans["loss"] = partial(_loss, data)
     if data["utility"]:
@@ -81,7 +81,7 @@ def _quality(data: dict[str, Any], metric: dict[str, Any]) -> Figure:
 def _against(axes: Axes, data: dict[str, Any], metric: dict[str, Any], by: str, only: Sequence[int] | None = None) -> None:
     day = metric["day"] if by == "seconds" else None
     for m, curve in enumerate(metric["curves"]):
-        if curve and (only is None or m in only):
+        if curve and (not data["methods"][m]["early"] if only is None else m in only):
             x = _floats(curve[by]) / (day or 1)
             _line(axes, data, m, x, curve)
     if metric["target"] is not None:
@@ -118,27 +118,27 @@ def _learning_rate(data: dict[str, Any], metric: dict[str, Any]) -> Figure:
     return figure
 
 
-def _sweep(data: dict[str, Any], metric: dict[str, Any], sweep: dict[str, Any]) -> Figure:
-    """Final values against an option, and these methods against training time; for |S| this is the adaptive paper's Fig. 7."""
+def _sweep(data: dict[str, Any], metric: dict[str, Any], sweep: dict[str, Any], end: dict[str, Any]) -> Figure:
+    """Values at their common end against an option, and these methods against training time; for |S| this is the adaptive paper's Fig. 7."""
     figure = Figure(figsize=(2 * WIDTH, 3.4))
     left, right = figure.subplots(1, 2)
-    there = [(m, value, metric["finals"][m]) for m, value in sweep["points"] if metric["finals"][m]]
+    there = [(m, value, end["values"][m]) for m, value in sweep["points"] if end["values"][m]]
     places = [value if sweep["numeric"] else i for i, (_, value, _) in enumerate(there)]
     left.plot(places, [final["mean"] for *_, final in there], color="#8a8a8a", linewidth=1)
     for place, (m, _, final) in zip(places, there, strict=True):
         look = data["methods"][m]
         ends = [[final["mean"] - final["low"]], [final["high"] - final["mean"]]]
         left.errorbar([place], [final["mean"]], ends, fmt=MARKERS[look["symbol"]], color=COLOURS[look["colour"]][0], capsize=2)
-    base = [m for m, method in enumerate(data["methods"]) if method["baseline"] and metric["finals"][m]]
+    base = [m for m, method in enumerate(data["methods"]) if method["baseline"] and end["values"][m]]
     for m in base:
-        left.axhline(metric["finals"][m]["mean"], color=COLOURS[0][0], linewidth=1, linestyle=":", label=_short(data["methods"][m]["name"]))
+        left.axhline(end["values"][m]["mean"], color=COLOURS[0][0], linewidth=1, linestyle=":", label=_short(data["methods"][m]["name"]))
     if sweep["log"]:
         left.set_xscale("log")
     left.set_xticks(places, [f"{value:g}" if sweep["numeric"] else _short(value, 12) for _, value, _ in there])
     left.minorticks_off()
     left.set_xlabel(_short(sweep["label"], 60))
-    left.set_title(_title(metric))
-    _against(right, data, metric, "seconds", only=[*base, *(m for m, _ in sweep["points"])])
+    left.set_title(_title(metric) + (f", after {end['step']:,} updates" if end["step"] else ""))
+    _against(right, data, metric, end["by"], only=[*base, *(m for m, _ in sweep["points"])])
     _legend(figure, right)
     return figure
 

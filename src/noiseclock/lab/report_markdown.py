@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from noiseclock.lab import statistics
+from noiseclock.lab.ended_early import Early, ended_early
 from noiseclock.lab.results import Results
 from noiseclock.lab.statistics import BETTER, SAME, WORSE, Table
 
@@ -19,7 +20,9 @@ def markdown(results: Results) -> str:
     for own_lr in (False, True) if results.tuned else (False,):
         for metric in statistics.measured(results):
             t = statistics.table(results, metric, own_lr=own_lr)
-            parts += [f"## {_text(capital(t.title))}{', each at its own best learning rate' if own_lr else ''}", _rows(t), _text(" ".join(t.notes))]
+            early = [] if own_lr else ended_early(results, t)
+            parts += [f"## {_text(capital(t.title))}{', each at its own best learning rate' if own_lr else ''}", _rows(t, early)]
+            parts += [_text(" ".join(t.notes)), _rows_of_early(t, early) if early else ""]
     settings = {**results.config.get("settings", {}), **results.config.get("made with", {})}
     parts += ["## To repeat it", _block(command(results))]
     parts += [_grid(["setting", "value"], ([_text(name), _code(shown(value))] for name, value in settings.items()))] if settings else []
@@ -27,9 +30,20 @@ def markdown(results: Results) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _rows(t: Table) -> str:
-    lines = [[_code(method), *(f"**{text}**" if text in (BETTER, WORSE, SAME) else _text(text) for text in rest)] for method, *rest in t.lines]
+def _rows(t: Table, elsewhere: Sequence[Early]) -> str:
+    """The table, without methods that have no value in it and have one in another table."""
+    left_out = {early.method for early in elsewhere} & {row.method for row in t.rows if not row.final.n}
+    lines = [
+        [_code(method), *(f"**{text}**" if text in (BETTER, WORSE, SAME) else _text(text) for text in rest)]
+        for method, *rest in t.lines
+        if method not in left_out
+    ]
     return _grid([_text(head) for head in t.headings], lines)
+
+
+def _rows_of_early(t: Table, found: Sequence[Early]) -> str:
+    heads = ["ended early", "learning rate", "updates", t.title, f"{t.baseline} there", f"against {t.baseline}", "seeds"]
+    return _grid([_text(head) for head in heads], ([_code(early.method), *map(_text, early.line)] for early in found))
 
 
 def _grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -70,7 +84,8 @@ def _one_line(text: str) -> str:
 
 def heading(results: Results) -> str:
     """What was compared."""
-    return f"{results.recipe}: {many(len(results.methods), 'method')}, {many(len(results.seeds), 'seed')}"
+    seeds = statistics.seeds_in_words(len({cell.seed for cell in results.of(method)}) for method in results.methods)
+    return f"{results.recipe}: {many(len(results.methods), 'method')}, {seeds}"
 
 
 def facts(results: Results) -> list[str]:

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 from plotly.offline import get_plotlyjs
 
 from noiseclock.lab import statistics
+from noiseclock.lab.ended_early import Early, ended_early
 from noiseclock.lab.report_charts import COLOURS, charts
 from noiseclock.lab.report_markdown import capital, command, facts, heading, many, shown
 from noiseclock.lab.results import Results
-from noiseclock.lab.statistics import BETTER, WORSE, Difference, Table
+from noiseclock.lab.statistics import BETTER, SAME, WORSE, Difference, Table
 
 STEPS_OF_SAMPLES = 6  # sample grids of a method that the slider offers
 MOST_BYTES = 20_000_000  # of all grids together
@@ -38,8 +39,8 @@ def page(results: Results) -> str:
     grids = _grids(results, problems)
     script, plotly = _asset("report.js"), get_plotlyjs()
     sections = [
-        _answers(results, data), _qualities(data), _learning_rates(results, data), _sweeps(data), _samples(grids, data), _losses(data),
-        _utilities(data), _densities(data), _overheads(data), _repeat(results), _problems(problems),
+        _answers(results, data), _ended_early(results, data), _qualities(data), _learning_rates(results, data), _sweeps(data),
+        _samples(grids, data), _losses(data), _utilities(data), _densities(data), _overheads(data), _repeat(results), _problems(problems),
     ]  # fmt: skip
     first, _, rest = statistics.answer(results).partition(". ")
     hashes = " ".join(f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'" for text in (plotly, script))
@@ -86,13 +87,44 @@ def _controls(data: dict[str, Any]) -> str:
 def _answers(results: Results, data: dict[str, Any]) -> str:
     """A table for each metric; the page shows that of the selected metric."""
     tables = [statistics.table(results, metric) for metric in data["metrics"]]
-    content = "".join(_for_metric(t.metric, i, _table(t, data) + _notes(t)) for i, t in enumerate(tables))
+    content = "".join(_for_metric(t.metric, i, _table(t, data, ended_early(results, t)) + _notes(t)) for i, t in enumerate(tables))
     return _section("answer", "The numbers", "", content) if tables else ""
 
 
-def _table(t: Table, data: dict[str, Any]) -> str:
-    """A table as HTML, with each interval drawn as well."""
-    widest = max((abs(end) for row in t.rows if row.difference for end in _ends(row.difference)), default=0.0)
+def _ended_early(results: Results, data: dict[str, Any]) -> str:
+    tables = [statistics.table(results, metric) for metric in data["metrics"]]
+    found = [(t, ended_early(results, t)) for t in tables]
+    if not any(early for _, early in found):
+        return ""
+    content = "".join(_for_metric(t.metric, i, _table_of_early(t, early, results, data)) for i, (t, early) in enumerate(found))
+    about = (
+        f"Trainings without a value at the last update, at their own last evaluation, beside {results.baseline} at the same update, learning rate "
+        "and seeds. Who leads there need not lead in the end."
+    )
+    return _section("early", "What ended early", about, content)
+
+
+def _table_of_early(t: Table, found: Sequence[Early], results: Results, data: dict[str, Any]) -> str:
+    if not found:
+        return '<p class="footnote">None in this metric.</p>'
+    several = len({early.lr for early in found} | {results.lr}) > 1
+    heads = ["Learning rate"] * several + ["Updates", escape(t.title), f"{escape(t.baseline)} there", f"Difference to {escape(t.baseline)}", "Seeds"]
+    head = '<th scope="col">Method</th>' + "".join(f'<th scope="col" class="number">{text}</th>' for text in heads)
+    body = ""
+    for early in found:
+        lr, *rest = early.line
+        cells = "".join(map(_number, [lr] * several + rest))
+        body += f'<tr><th scope="row">{_name(data, results.methods.index(early.method))}</th>{cells}</tr>'
+    return _scrolled(f"{escape(t.title)} of what ended early", head, body)
+
+
+def _table(t: Table, data: dict[str, Any], elsewhere: Sequence[Early] = ()) -> str:
+    """A table as HTML, with each interval drawn as well. elsewhere: methods that are left out unless they have a value here."""
+    judged = [row.difference for row in t.rows if row.difference and row.verdict in (BETTER, WORSE, SAME)]
+    means = [_ends(row.difference)[0] for row in t.rows if row.difference]
+    # all means, but intervals of what was judged: two seeds that could not be may have intervals ten times as wide, and the others would be dots
+    widest = max((abs(end) for end in (*means, *(end for d in judged for end in _ends(d)))), default=0.0)
+    left_out = {early.method for early in elsewhere}
     direction = "higher" if t.higher_is_better else "lower"
     heads = [
         ("Method", ""), *([("Learning rate", "number")] if t.own_lr else []), (f"{escape(t.title)}<br>{direction}&nbsp;is&nbsp;better", "number"),
@@ -102,6 +134,8 @@ def _table(t: Table, data: dict[str, Any]) -> str:
     head = "".join(f'<th scope="col" class="{kind}"{" colspan=2" if kind == "wide" else ""}>{text}</th>' for text, kind in heads)
     body = ""
     for m, (row, line) in enumerate(zip(t.rows, t.lines, strict=True)):
+        if not row.final.n and row.method in left_out:
+            continue
         _, lr, final, _, change, p, verdict, images, seconds, _, per_update, seeds = line
         kind = {BETTER: "is-better", WORSE: "is-worse"}.get(row.verdict, "")
         cells = [
@@ -111,15 +145,20 @@ def _table(t: Table, data: dict[str, Any]) -> str:
             _number(seconds, "×"), _number(images, "×"), _number(per_update, "×"), _number(seeds),
         ]  # fmt: skip
         body += f'<tr><th scope="row">{_name(data, m)}</th>{"".join(cells)}</tr>'
+    return _scrolled(escape(t.title), head, body)
+
+
+def _scrolled(label: str, head: str, body: str) -> str:
+    """A table that scrolls sideways on a narrow screen; all arguments are HTML already."""
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(t.title)}">{table}</div>'
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">{table}</div>'
 
 
 def _drawn(difference: Difference | None, widest: float) -> str:
     """A difference and its interval on a line through zero."""
     if difference is None or not widest:
         return ""
-    mean, *interval = (48 + 44 * end / widest for end in _ends(difference))
+    mean, *interval = (48 + 44 * max(-1.0, min(1.0, end / widest)) for end in _ends(difference))
     bar = '<line x1="{:.1f}" x2="{:.1f}" y1="9" y2="9" stroke="currentColor" stroke-width="1.5"/>'.format(*interval) if interval else ""
     return (
         '<svg width="96" height="18" aria-hidden="true"><line x1="48" x2="48" y1="-5" y2="23" stroke="currentColor" stroke-opacity="0.35"/>'
@@ -149,6 +188,10 @@ def _qualities(data: dict[str, Any]) -> str:
     said.append("Training time counts all that a sampler does, but no evaluations.")
     if any(metric["day"] is not None for metric in metrics):
         said.append(f"Its unit, 1D, is the time that {base} took to its best value.")
+    if len({max(line) for line in seeds}) > 1:
+        said.append("Methods have different numbers of seeds: the table compares them seed by seed, lines do not.")
+    if any(look["early"] for look in data["methods"]):
+        said.append("So many lines could not be told apart: methods that ended early are hidden until they are ticked above.")
     about = " ".join(said)
     pair = ""
     for by, what in (("images", "images"), ("seconds", "training time")):
@@ -179,12 +222,20 @@ def _sweeps(data: dict[str, Any]) -> str:
         label, title = escape(sweep["label"]), escape(sweep["title"])
         only = " ".join(str(m) for m in dict.fromkeys([*base, *(m for m, _ in sweep["points"])]))
         option = "|S|" if label.startswith("|S|") else escape(sweep["option"])
-        pair = _chart(f"{_titles(data)} against {option}", title, f'data-chart="sweep" data-index="{i}"', f"Chart of final quality against {label}")
-        chart = f'data-chart="quality" data-by="seconds" data-only="{only}"'
-        pair += _chart(f"{_titles(data)} against training time", "these methods only", chart, f"Line chart of quality against time for {title}")
+        ends = {key: metric["sweeps"][i]["step"] for key, metric in data["metrics"].items()}
+        when = "".join(_for_metric(key, j, f"after {step:,} updates" if step else "", "span") for j, (key, step) in enumerate(ends.items()))
+        about = f"{title}, {when}"
+        pair = _chart(f"{_titles(data)} against {option}", about, f'data-chart="sweep" data-index="{i}"', f"Chart of final quality against {label}")
+        by = next(metric["sweeps"][i]["by"] for metric in data["metrics"].values())  # the same in all
+        what = "images" if by == "images" else "training time"
+        chart = f'data-chart="quality" data-by="{by}" data-only="{only}"'
+        pair += _chart(f"{_titles(data)} against {what}", "these methods only", chart, f"Line chart of quality against {what} for {title}")
         content += f'<div class="pair">{pair}</div>'
     return _section(
-        "sweeps", "What an option changes", "Methods that differ in one option only: their final quality, and quality through training.", content
+        "sweeps",
+        "What an option changes",
+        "Methods that differ in one option only: their quality at the last update that all of them reached, and through training.",
+        content,
     )
 
 
@@ -277,6 +328,7 @@ def _samples(grids: Grids, data: dict[str, Any]) -> str:
     output = f'<output for="step" id="step-shown">update {last:,}</output>'
     choice = f'<div class="slider"><label for="step">Through training</label>{slider}{output}</div>'
     about = f"From the same noise for every method, with averaged weights, seed {grids.seed}{'' if most else f', after {last:,} updates'}."
+    about += "" if len({m for m, _ in grids.files}) == len(data["methods"]) else " Methods without pictures are left out."
     return _section("samples", "Samples", about, f'{choice if most else ""}<div class="many">{figures}</div>')
 
 
@@ -335,15 +387,15 @@ def _chart(title: str, about: str, chart: str, label: str, method: int | None = 
     return f"<figure{of}><figcaption><h3>{title}</h3>{said}</figcaption>{drawing}</figure>"
 
 
-def _for_metric(metric: str, i: int, content: str) -> str:
+def _for_metric(metric: str, i: int, content: str, tag: str = "div") -> str:
     """Content that is shown while its metric is selected; the first metric is selected at the start."""
-    return f'<div data-metric="{escape(metric)}"{" hidden" if i else ""}>{content}</div>'
+    return f'<{tag} data-metric="{escape(metric)}"{" hidden" if i else ""}>{content}</{tag}>'
 
 
 def _titles(data: dict[str, Any]) -> str:
     """The name of the selected metric."""
     names = ((key, metric["name"]) for key, metric in data["metrics"].items())
-    return "".join(f'<span data-metric="{escape(key)}"{" hidden" if i else ""}>{escape(capital(name))}</span>' for i, (key, name) in enumerate(names))
+    return "".join(_for_metric(key, i, escape(capital(name)), "span") for i, (key, name) in enumerate(names))
 
 
 def _name(data: dict[str, Any], m: int) -> str:

@@ -8,6 +8,7 @@
       log.jsonl                  the training's own log
       samples/step-00000500.png  grids of samples
       finished.json              there once the training is done
+      failed.json                why it could not go on, if that was so when it last ran
 
 `read` never raises because of the folder's content: it counts what is missing or malformed, names it in `problems`, and leaves it out. Its result is
 clean: records are sorted by step, one per step, and a field of NUMBERS or WORDS has a value of its type or is absent. Numbers may be NaN or infinite.
@@ -41,7 +42,8 @@ class Cell:
     """One training.
 
     points: evaluations. train, validations: the two kinds of records of its log. pictures: grids of samples by step. settings: its recipe.
-    made_with: versions and machine. timed: its times come from costs.json, not from its own log. Records are sorted by "step", an int.
+    made_with: versions and machine. timed: its times come from costs.json, not from its own log. failed: why it could not go on, if that was so.
+    Records are sorted by "step", an int.
     """
 
     method: str
@@ -56,6 +58,7 @@ class Cell:
     folder: Path = Path()
     made_with: dict[str, Any] = field(default_factory=dict)
     timed: bool = False
+    failed: str = ""
 
     @property
     def key(self) -> tuple[str, float, int]:
@@ -188,7 +191,15 @@ def _cell(folder: Path, problems: list[str]) -> Cell | None:
         train=[record for record in log if record.get("kind") == "train"],
         validations=[record for record in log if record.get("kind") == "validation"],
         pictures=_pictures(folder / "samples"), finished=(folder / "finished.json").is_file(), folder=folder, made_with=about.get("made with", {}),
+        failed=_failed(folder / "failed.json", problems),
     )  # fmt: skip
+
+
+def _failed(path: Path, problems: list[str]) -> str:
+    if not path.is_file():
+        return ""
+    about = _fitting(_object(path, problems) or {}, {"why": _is_text}, path, problems)
+    return about.get("why") or "for an unknown reason"
 
 
 def _pictures(folder: Path) -> dict[int, Path]:
@@ -224,8 +235,10 @@ def _not_there(config: dict[str, Any], cells: list[Cell]) -> list[str]:
     wanted = {_name(key): None for key in product(*(config.get(part, []) for part in ("methods", "lrs", "seeds")))}
     there = {_name(cell.key): cell for cell in cells}
     named = {
-        "missing": [name for name in wanted if name not in there],
-        "not finished": [f"{name} (at update {_step(cell):,})" for name, cell in there.items() if not cell.finished],
+        # a comparison that is extended by methods and by seeds need not have every seed of every method
+        "not begun": [name for name in wanted if name not in there],
+        "failed": [f"{name} (at update {_step(cell):,}: {cell.failed})" for name, cell in there.items() if cell.failed],
+        "not finished": [f"{name} (at update {_step(cell):,})" for name, cell in there.items() if not (cell.finished or cell.failed)],
         "without an evaluation": [name for name, cell in there.items() if not cell.points],
     }
     return [f"{len(names)} of {len({**wanted, **there})} trainings {what}: {_some(names)}" for what, names in named.items() if names]
@@ -247,7 +260,8 @@ def _up_to(cell: Cell, at: int) -> Cell:
     points, train, validations = ([record for record in records if record["step"] <= at] for records in (cell.points, cell.train, cell.validations))
     pictures = {step: path for step, path in cell.pictures.items() if step <= at}
     finished = any(point["step"] == at for point in points)
-    return replace(cell, points=points, train=train, validations=validations, pictures=pictures, finished=finished)
+    failed = "" if finished else cell.failed  # what happened later is not asked
+    return replace(cell, points=points, train=train, validations=validations, pictures=pictures, finished=finished, failed=failed)
 
 
 def _name(key: Sequence[Any]) -> str:

@@ -35,6 +35,7 @@ NAMES = {
 }  # fmt: skip
 
 BASELINE, BETTER, WORSE, SAME, ONE_SEED = "baseline", "better", "worse", "no significant difference", "cannot tell (one seed)"
+NAMED = 4  # methods without a verdict that the answer names; it counts more
 UNKNOWN = "cannot tell"  # begins every text that stands in place of a verdict
 
 
@@ -102,15 +103,21 @@ class Difference:
     """The difference of a method to the baseline, over the seeds that both have.
 
     interval: of 95 %. p: of the paired t test. corrected: p after Holm. All three are None with one seed, and if all seeds give the same difference
-    other than 0, because then they count as one. unit: the baseline's mean over these seeds.
+    other than 0, because then they count as one. method, baseline: the values of both over these seeds.
     """
 
     seeds: tuple[int, ...]
     mean: float
     interval: Interval | None
     p: float | None
-    unit: float
+    method: Summary
+    baseline: Summary
     corrected: float | None = None
+
+    @property
+    def unit(self) -> float:
+        """The baseline's mean."""
+        return self.baseline.mean or 0.0
 
     @property
     def relative(self) -> float | None:
@@ -135,14 +142,14 @@ def paired(method: dict[int, float], baseline: dict[int, float]) -> Difference |
         return None
     mine, theirs = (np.array([values[seed] for seed in seeds]) for values in (method, baseline))
     d, n = mine - theirs, len(seeds)
-    mean, unit = float(d.mean()), float(theirs.mean())
+    mean, both = float(d.mean()), (summary(mine), summary(theirs))
     error = float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     rounding = 1e-12 * float(np.abs([mine, theirs]).max())
     if error <= rounding:
         same = n > 1 and abs(mean) <= rounding  # the same method twice
-        return Difference(seeds, mean, (mean, mean) if same else None, 1.0 if same else None, unit)
+        return Difference(seeds, mean, (mean, mean) if same else None, 1.0 if same else None, *both)
     width = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * error
-    return Difference(seeds, mean, (mean - width, mean + width), 2 * float(stdtr(n - 1, -abs(mean) / error)), unit)
+    return Difference(seeds, mean, (mean - width, mean + width), 2 * float(stdtr(n - 1, -abs(mean) / error)), *both)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -218,7 +225,7 @@ class Table:
         """The rows as text."""
         return [
             [
-                row.method, f"{row.lr:g}" if row.lr is not None else "-", str(row.final), str(row.best), _change(row.difference),
+                row.method, f"{row.lr:g}" if row.lr is not None else "-", str(row.final), str(row.best), change_in_words(row.difference),
                 f"{row.difference.corrected:.2g}" if row.difference and row.difference.corrected is not None else "-", row.verdict,
                 str(row.speed_up_images), str(row.speed_up_seconds), str(row.area), str(row.overhead), str(row.final.n),
             ]
@@ -290,13 +297,13 @@ class _Comparison:
             speed_up_images=self._ratio(method, lambda mine, theirs: speed_up(mine, theirs, self.metric, step, "images")),
             speed_up_seconds=self._ratio(method, lambda mine, theirs: speed_up(mine, theirs, self.metric, step, "seconds")),
             area=self._ratio(method, lambda mine, theirs: area(mine, theirs, self.metric, step), all_or_none=True),
-            overhead=self._ratio(method, overhead),
+            overhead=self._ratio(method, overhead, unfinished=True),
         )  # fmt: skip
 
-    def _ratio(self, method: str, of: Callable[[Cell, Cell], float], all_or_none: bool = False) -> Ratio:
-        """By seed, without unfinished trainings, which may still catch up. all_or_none: no ratio at all unless every seed has one."""
+    def _ratio(self, method: str, of: Callable[[Cell, Cell], float], all_or_none: bool = False, unfinished: bool = False) -> Ratio:
+        """By seed. all_or_none: no ratio at all unless every seed has one. unfinished: of trainings, too, that may still catch up."""
         pairs = [(cell, self.baseline[seed]) for seed, cell in self.cells[method].items() if seed in self.baseline]
-        pairs = [pair for pair in pairs if not {cell.key for cell in pair} & self.final.lost]
+        pairs = [pair for pair in pairs if unfinished or not {cell.key for cell in pair} & self.final.lost]
         ratios = {mine.seed: of(mine, theirs) for mine, theirs in pairs}
         known = {seed: value or None for seed, value in ratios.items() if math.isfinite(value)}
         return Ratio() if all_or_none and len(known) < len(pairs) else Ratio(known)
@@ -305,11 +312,11 @@ class _Comparison:
         """The verdict in plain words; "cannot tell", with the reason, if the numbers support none."""
         cells, difference = self.cells[method], self.differences.get(method)
         involved = [*cells.values(), *(self.baseline[seed] for seed in cells if seed in self.baseline)]
-        lost = {cell.seed for cell in involved if cell.key in self.final.lost}
+        failed, lost = ({cell.seed for cell in involved if cell.key in self.final.lost and bool(cell.failed) == had} for had in (True, False))
         infinite = {cell.seed for cell in involved if not math.isfinite(self.final.values.get(cell.key, 0.0))}
         reasons = [
             what if len(seeds) == len(cells) else f"{what} in {len(seeds)} of {len(cells)} seeds"
-            for what, seeds in (("not finished", lost), ("not finite", infinite)) if seeds
+            for what, seeds in (("failed", failed), ("not finished", lost), ("not finite", infinite)) if seeds
         ]  # fmt: skip
         if not self.alike:
             reasons = ["samples of different number or kind"]
@@ -326,7 +333,8 @@ class _Comparison:
         return BETTER if self.sign * difference.mean < 0 else WORSE
 
     def _rates(self, method: str) -> set[float]:
-        return {cell.lr for cell in self.results.of(method)}
+        """The learning rates among which a method's best was chosen: those that were stopped early had no chance, those that failed had one."""
+        return {cell.lr for cell in self.results.of(method) if cell.key in self.final.values or cell.failed}
 
     def _alike(self) -> bool:
         """Were all samples at the final step made and measured in the same way?"""
@@ -340,13 +348,16 @@ class _Comparison:
         machines = {str(cell.made_with.get("machine")) for cells in self.cells.values() for cell in cells.values()}
         notes = ["Values are of the last update at which all finished trainings were evaluated; ± is the standard deviation over seeds."]
         if tested:
+            notes.append("Differences are taken seed by seed, 95 % intervals and p by Student's t.")
+        if tested > 1:
             notes.append(
-                f"Differences are taken seed by seed, 95 % intervals by Student's t; p is corrected for {tested} comparisons by Holm's method."
+                f"The verdict is by p, corrected for {tested} comparisons by Holm's method, so it may see no difference where an interval by itself "
+                "excludes 0."
             )
         if self.differences:
             notes.append(
                 f"A speed-up is the time, or the number of images, that {self.results.baseline} took to its best value, divided by what the method "
-                "took to get as far with the same seed."
+                "took to get as far with the same seed; ranges are over seeds. A method that would need more updates than it had reads “not reached”."
             )
         if self.own_lr:
             notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
@@ -373,22 +384,22 @@ def answer(results: Results) -> str:
 
 
 def _said(t: Table) -> str:
-    base = next((str(row.final) for row in t.rows if row.method == t.baseline), "nothing")
+    baseline = next((row for row in t.rows if row.method == t.baseline), None)
+    base = str(baseline.final) if baseline else "nothing"
     better, worse, same, one = (t.of(verdict) for verdict in (BETTER, WORSE, SAME, ONE_SEED))
     tested = better + worse + same
-    seeds = max((len(row.difference.seeds) for row in tested if row.difference), default=1)
     reasons = dict.fromkeys(row.verdict for row in t.rows if row.verdict.startswith(UNKNOWN))
-    unknown = [f"{', '.join(row.method for row in t.rows if row.verdict == reason)}{reason.removeprefix(UNKNOWN)}" for reason in reasons]
-    yardstick = f"{t.baseline}, at {base} in {t.title}, over {seeds} seeds"
-    if better:
-        text = f"{better[0].method} reached {better[0].final} in {t.title}, {t.baseline} {base}, over {seeds} seeds: better by {_by(better[0])}"
+    unknown = [f"{_some([row.method for row in t.rows if row.verdict == reason])}{reason.removeprefix(UNKNOWN)}" for reason in reasons]
+    yardstick = f"{t.baseline}, at {base} in {t.title}, over {seeds_in_words(len(row.difference.seeds) for row in tested if row.difference)}"
+    if better and (d := better[0].difference):
+        text = f"{better[0].method} reached {d.method} in {t.title}, {t.baseline} {d.baseline}, over {len(d.seeds)} seeds: better by {_by(better[0])}"
         text += _time(better[0], t.baseline)
     elif worse:
         text = f"no method was significantly better than {yardstick}"
     elif same:
         text = f"{same[0].method + ' did not differ' if len(same) == 1 else 'no method differed'} significantly from {yardstick}{_room(t)}"
     elif one:
-        values = ", ".join(f"{row.method} {row.final}" for row in one)
+        values = ", ".join(f"{row.method} {row.final}" for row in one[:NAMED]) + (f" and {len(one) - NAMED} more" if len(one) > NAMED else "")
         text = f"one seed cannot tell whether a method is better than {t.baseline} in {t.title}: {t.baseline} {base}, {values}; run more seeds"
     else:
         text = f"nothing can be told: {'; '.join(unknown)}"
@@ -399,6 +410,22 @@ def _said(t: Table) -> str:
         "Cannot tell": unknown if tested else [],
     }
     return ". ".join([text, *(f"{what}: {'; '.join(said)}" for what, said in more.items() if said)]) + "."
+
+
+def seeds_in_words(counts: Iterable[int]) -> str:
+    """How many seeds there are, if methods have different numbers of them.
+
+    >>> seeds_in_words([1, 3, 1]), seeds_in_words([1])
+    ('1 to 3 seeds', '1 seed')
+    """
+    known = sorted(counts) or [0]
+    least = f"{known[0]} to " if known[0] < known[-1] else ""
+    return f"{least}{known[-1]} seed{'' if known[-1] == 1 else 's'}"
+
+
+def _some(methods: Sequence[str]) -> str:
+    """Methods by name, or their number where a sentence could not hold the names."""
+    return ", ".join(methods) if len(methods) <= NAMED else f"{len(methods)} methods"
 
 
 def _by(row: Row) -> str:
@@ -431,7 +458,7 @@ def _room(t: Table) -> str:
     return f"; 95 % intervals reach from {best} to {worst}" if good[0] != good[-1] else ""
 
 
-def _change(d: Difference | None) -> str:
+def change_in_words(d: Difference | None) -> str:
     """A difference as text for a table."""
     if d is None:
         return "-"

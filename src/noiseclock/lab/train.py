@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -32,14 +31,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from noiseclock.core.batch import call
-from noiseclock.core.measure import loss_over_time
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.integrations.trackers import track
 from noiseclock.lab import checkpoint, pictures
 from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
-from noiseclock.lab.data import batches, head, outlined
+from noiseclock.lab.data import batches, outlined
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.folder import Log, difference, lock, write_json, writing
@@ -54,9 +52,9 @@ from noiseclock.lab.recipes import FREE, Recipe, completed
 from noiseclock.lab.shards import blocks, fill_, whole
 from noiseclock.lab.sources import refuse_among
 from noiseclock.lab.surroundings import surroundings
+from noiseclock.lab.validation import validation
 from noiseclock.lab.wording import state_of
 
-VALIDATION, TIMES = 128, 50  # held-out images, and times at which their loss is measured
 GRID = 64  # samples in one grid
 PROBED = 4  # batches per forward pass of a captured probe: without gradients, four take less memory than an update with one
 LOOK = 100  # a captured training reads its loss from the device at least every so many updates
@@ -358,7 +356,7 @@ class Run:
         x0, labels = next(stream)
         cond = self._condition(labels, 0)
         if self.clock.due:
-            with self._autocast():
+            with self.recipe.autocast(self.device):
                 self.clock.probe(x0, self._seen_by_probes, cond)
         captured(x0, cond, lr=lr, averaging=self.ema.weight(self.step + 1))
         self.step += 1
@@ -370,7 +368,7 @@ class Run:
 
     def _loss(self, x0: Tensor, cond: Tensor | None, micro: int = 0) -> Tensor:
         """The mean weighted loss of a batch at newly drawn times."""
-        with self._autocast():
+        with self.recipe.autocast(self.device):
             b = self.clock.draw(x0, predict=self.predict, cond=cond, micro=(micro, self.recipe.accumulate))
             return self.clock.loss(b, call(self.predict, b.x_t, b.t, cond)).mean()
 
@@ -427,9 +425,6 @@ class Run:
         with no_sync:
             yield
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16")
-
     def _greatest(self, number: int) -> int:
         """The maximum of `number` over all ranks, so that they agree on when to stop and what to do."""
         if self.world == 1:
@@ -455,26 +450,12 @@ class Run:
         return placed(net, self.device).eval()
 
     def _validate(self, log: Log | None) -> None:
-        """Log the loss by noise level on held-out images with fixed noise, its mean under the density `base`, and the sampler's current density."""
+        """Measure the averaged weights, and log that."""
         net = self.averaged()
         if log is not None:
-            x0, labels = head(self.held_out, VALIDATION, self.device)
-            cond = labels if self.recipe.conditional else None
-            with self._autocast():
-                found = loss_over_time(self.clock, net, x0, cond=cond, times=TIMES, seed=self.recipe.seed)
-            curves = self.clock.plot_data()
-            # means over intervals of time: picked points would give the peak of a single step to its neighbours too
-            density = {
-                name: [float(part.mean()) for part in np.array_split(values, min(TIMES, len(values)))]
-                for name, values in (("density_time", curves.time), ("density", curves.p))
-            }
-            meant = self.recipe.meant(found.time)
-            weighted, loss = (float(np.average(by_time, weights=meant)) for by_time in (found.weighted, found.loss))
-            log.write(
-                {"kind": "validation", "step": self.step, "seconds": self.seconds, "weighted": weighted, "loss": loss,
-                 "time": found.time.tolist(), "loss_by_time": found.loss.tolist(), **density}
-            )  # fmt: skip
-            self._track({"validation": loss})
+            found = validation(self.recipe, self.clock, net, self.held_out, self.device)
+            log.write({"kind": "validation", "step": self.step, "seconds": self.seconds, **found})
+            self._track({"validation": found["loss"]})
             with writing(self.folder):
                 for tracker in self.accelerator.trackers:
                     track(tracker, self.clock, self.step)
