@@ -129,7 +129,9 @@ class LossBased(LearnedDensity):
         self._check_health(self._buffers["skipped"])
         if not self._heard and updates >= SILENT:
             name = type(self).__name__
-            self._health.warn("unheard", f"{name} has seen no loss, so it cannot learn; compute your loss with clock.loss(b, prediction)")
+            self._health.warn(
+                "unheard", f"{name} has seen no loss, so it cannot learn; compute your loss with clock.loss(b, prediction) or clock.weigh(b, errors)"
+            )
         return True
 
     def _counters(self) -> dict[str, int]:
