@@ -41,7 +41,7 @@ PAPERS = ("p2", "log-normal", "speed+change-aware", "adaptive.paper")
 
 @dataclass(frozen=True)
 class Part:
-    """Some trainings of a comparison, up to update `until`. solved: finished trainings are evaluated with other solvers too."""
+    """Some trainings of a comparison, up to update `until`. solvers: with which finished trainings are evaluated too (solvers.py)."""
 
     name: str
     methods: tuple[str, ...]
@@ -52,7 +52,7 @@ class Part:
     changes: dict[str, Any] = field(default_factory=dict)
     every: int = 5_000
     samples: int = 10_000
-    solved: bool = False
+    solvers: tuple[str, ...] = ()
 
     def plan(self) -> compare.Plan:
         """The comparison that the trainings belong to."""
@@ -73,7 +73,7 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, OURS[:2], seeds=(2,)),
     # three schedules; on one of them other solvers too
     Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
-    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solved=True),
+    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
     Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}),
     Part(LINEAR, PAPERS),
     # the paper's own network
@@ -86,7 +86,8 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, tuple(f"speed:k={k}+change-aware" for k in (1, 10, 25)), until=5_000),
     Part(LINEAR, tuple(f"speed+change-aware:lam={lam}" for lam in (0.5, 0.8, 1.0)), until=5_000),
     Part(LINEAR, tuple(f"speed:tau={tau}+change-aware" for tau in (500, 800)), until=5_000),
-    Part(COSINE, ("independent",), changes={"schedule": "cosine"}),
+    # how much of the plain loss's high FID on the cosine schedule is due to where the solver starts?
+    Part(COSINE, ("independent",), changes={"schedule": "cosine"}, solvers=("ddim:sigma_max=80:50", "ddim:sigma_max=30:50")),
     # continuous time
     Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-edm", changes=CONTINUOUS),
     Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-flow", changes=CONTINUOUS),
@@ -104,7 +105,7 @@ def left(queue: list[Part], folder: Path, results: Path) -> Iterator[tuple[Part,
 
 def done(part: Part, cell: Path) -> bool:
     """Is the training complete, with its solvers?"""
-    return reached(cell) >= part.until and not (part.solved and solvers.missing(cell))
+    return reached(cell) >= part.until and not solvers.missing(cell, part.solvers)
 
 
 def reached(cell: Path) -> int:
@@ -139,8 +140,7 @@ def take(queue: list[Part], folder: Path, results: Path, failed: set[str], devic
                             numbers = [name for name in ("step", "validation", "bits", "frechet") if name in event.point]
                             told(part, cell, *(f"{name} {event.point[name]:.5g}" for name in numbers))
                     wish.grant()  # a finished training no longer stops for a signal
-                if part.solved:  # now, while the network is compiled
-                    solvers.measure(here / "cells" / cell.slug, device=device)
+                solvers.measure(here / "cells" / cell.slug, part.solvers, device=device)  # now, while the network is compiled
         except Busy:
             continue
         except Failure as error:  # a method that diverges is a result

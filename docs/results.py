@@ -80,7 +80,10 @@ def solvers(folder: str) -> list[str]:
             rows = map(json.loads, paths[0].read_text().splitlines())
             found[method] = {(row["solver"], row["steps"], row["samples"]): row["frechet"] for row in rows}
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
-    headings = [f"{names[solver]} {steps}" + ("" if n == 10_000 else f" ({n:,})") for solver, steps, n in columns]
+    headings = []
+    for solver, steps, n in columns:
+        name, _, option = solver.partition(":sigma_max=")
+        headings.append(f"{names[name]} {steps}" + f", σ ≤ {option}" * bool(option) + f" ({n:,})" * (n != 10_000))
     return lines(["", *headings], ([f"`{method}`", *(f"{row[c]:.1f}" if c in row else "" for c in columns)] for method, row in found.items()))
 
 

@@ -186,15 +186,13 @@ def test_a_job_that_is_ended_in_the_last_evaluation_of_a_training_begins_no_othe
     assert [(cell.method, cell.finished) for cell in read(tmp_path / "a").cells] == [("uniform", True)]
 
 
-def test_what_the_queue_has_trained_is_solved_in_other_ways_too(queue, tmp_path, monkeypatch, capsys):
+def test_what_the_queue_has_trained_is_solved_in_other_ways_too(queue, tmp_path):
     import solvers
 
-    missing, few = solvers.missing, (("ddim:2", "dpm++:3"), 8)
-    monkeypatch.setattr(solvers, "missing", lambda cell, *_: missing(cell, *few))
-    part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 2, "digits", {**SMALL, "updates": 2}, 2, 0, solved=True)
+    part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 2, "digits", {**SMALL, "updates": 2}, 2, 0, ("ddim:2:8", "dpm++:3:8"))
     here, known = tmp_path / "here", tmp_path / "known"
-    queue["work"]([replace(part, solved=False)], here, known, 1, "cpu")
-    assert list(queue["left"]([replace(part, solved=False)], here, known)) == []
+    queue["work"]([replace(part, solvers=())], here, known, 1, "cpu")
+    assert list(queue["left"]([replace(part, solvers=())], here, known)) == []
     assert len(list(queue["left"]([part], here, known))) == 1  # trained, and not solved
     queue["work"]([part], here, known, 1, "cpu")
     assert list(queue["left"]([part], here, known)) == []
