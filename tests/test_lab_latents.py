@@ -362,6 +362,23 @@ def test_a_training_with_flips_that_cannot_be_leaves_nothing_in_its_folder(tmp_p
     trained(settings, tmp_path / "run")  # it was refused, because of what the first had written
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda coder: shutil.rmtree(coder), "there is no autoencoder in .*autoencoder: it has no config.json"),
+        (lambda coder: saved(coder, seed=1), "autoencoder is not the autoencoder that made its latents"),
+    ],
+    ids=["gone", "another"],
+)
+def test_a_training_whose_samples_could_not_be_decoded_is_not_begun(tmp_path, coder, damage, message):
+    """Otherwise it would end hours later, at its first samples."""
+    settings = on_latents(encoded(tmp_path / "latents", coder), updates=1)
+    damage(tmp_path / "latents" / "autoencoder")
+    with pytest.raises(Mistake, match=message):
+        trained(settings, tmp_path / "run")
+    assert content(tmp_path / "run") == {}
+
+
 def test_other_settings_do_not_go_into_the_same_folder(tmp_path, cache, coder):
     other = saved(tmp_path / "other", seed=1)
     for options, line in (

@@ -167,6 +167,12 @@ class Latents:
         near = ((self.mean - mean).abs() <= SAME * std).all() and ((self.std - std).abs() <= SAME * std).all()
         return "" if bool(near) else "its latents have another mean or std"
 
+    def check(self, *, flip: bool) -> None:
+        """Raise a Mistake if the autoencoder cannot decode samples, or if `flip` asks for mirrored pictures and there are none."""
+        self._autoencoder(torch.device("cpu"))
+        if flip:
+            self.check_flips()
+
     def check_flips(self) -> None:
         """Raise a Mistake if the folder has no latents of mirrored pictures."""
         if not self.mirrored:

@@ -112,8 +112,8 @@ class Run:
         if recipe.batch % parts:
             raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
         self.data, self.held_out = loaded(recipe, accelerator)
-        if recipe.flip and isinstance(self.data, Latents):
-            self.data.check_flips()  # before anything is written
+        if isinstance(self.data, Latents):
+            self.data.check(flip=recipe.flip)  # before anything is written
         refuse_among(recipe.data, folder)
         refuse_encoded(folder)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
