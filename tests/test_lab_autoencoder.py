@@ -16,12 +16,14 @@ import noiseclock.lab.train_autoencoder as lab_train_autoencoder
 import small_runs
 from noiseclock.lab import autoencoder, checkpoint
 from noiseclock.lab.autoencoder import Autoencoder, psnr
+from noiseclock.lab.compare import Plan, compare
 from noiseclock.lab.data import batches, load_images
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.order import normals
 from noiseclock.lab.pictures import whole
 from noiseclock.lab.train_autoencoder import Progress, Settings, publish, train_autoencoder
-from small_autoencoders import KINDS, made, saved
+from noiseclock.lab.trained import opened
+from small_autoencoders import KINDS, encoded, made, saved
 from small_runs import content, differing
 
 
@@ -162,7 +164,7 @@ def test_training_brings_pictures_nearer(run):
     assert records[-1].psnr == pytest.approx(end, abs=1e-3)
     assert records[-1].l1 < 0.5 * records[0].l1
     logged = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["psnr"]) for line in logged] == [(r.step, r.psnr) for r in records if r.psnr is not None]
+    assert [(line["step"], line["psnr"], line["seconds"]) for line in logged] == [(r.step, r.psnr, r.seconds) for r in records if r.psnr is not None]
 
 
 def test_what_was_trained_is_loaded_by_diffusers(run):
@@ -288,6 +290,28 @@ def test_folders_of_others_are_left_alone(tmp_path, run):
         assert content(tmp_path / other) == before
     with pytest.raises(Mistake, match=r"config.json is damaged or is not that of a training; choose another folder"):
         small_runs.trained(small_runs.TINY, tmp_path / "autoencoder")
+
+
+def test_an_autoencoder_is_not_taken_for_a_diffusion_model(tmp_path, run):
+    folder, _ = run
+    message = "holds an autoencoder; give the folder of a diffusion training"
+    with pytest.raises(Mistake, match=message):
+        opened(folder)
+    with pytest.raises(Mistake, match=f"cannot start from .*digits: it {message}"):
+        small_runs.trained(replace(small_runs.TINY, pretrained=str(folder)), tmp_path)
+
+
+def test_no_training_goes_into_a_folder_of_latents(tmp_path, run):
+    folder, _ = run
+    encoded(tmp_path, folder)
+    before = content(tmp_path)
+    for start in (lambda: trained(SMALL, tmp_path), lambda: small_runs.trained(small_runs.TINY, tmp_path)):
+        with pytest.raises(Mistake, match="holds latents or embedded captions; choose another folder"):
+            start()
+    plan = Plan("digits", small_runs.TINY, ("uniform",), (0,), (1e-3,), 8, samples=0)
+    with pytest.raises(Mistake, match="holds latents or embedded captions; choose another folder"):
+        next(compare(plan, tmp_path, device="cpu"))
+    assert content(tmp_path) == before
 
 
 def test_a_loss_that_is_not_finite_ends_it(tmp_path):

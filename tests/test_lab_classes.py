@@ -85,6 +85,8 @@ def test_labels_and_guidance_that_a_model_does_not_know_are_named(tmp_path, caps
     for label in ("10", "-1"):
         assert f"the labels 0 to 9, got {label}" in said(capsys, *ask, "classes", "--label", label, status=2)
     assert "need at least as many pictures, got 1; raise --count" in said(capsys, *ask, "classes", "--label", "1", "2", "3", status=2)
+    guided = "guidance needs a model of classes or captions, and this one was trained without; leave guidance out"
+    assert guided in said(capsys, *ask, "plain", "--guidance", "2", status=2)
     assert "not both" in said(capsys, *ask, "classes", "--label", "3", "--prompt", "three", status=2)
     assert "trained with drop_labels 0" in said(capsys, *ask, "classes", "--guidance", "2", status=2)
     assert "trained with drop_labels 0" in said(capsys, "evaluate", "classes", "--samples", "5", "--guidance", "2", "--device", "cpu", status=2)

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -361,6 +362,23 @@ def test_a_training_with_flips_that_cannot_be_leaves_nothing_in_its_folder(tmp_p
     trained(settings, tmp_path / "run")  # it was refused, because of what the first had written
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda coder: shutil.rmtree(coder), "there is no autoencoder in .*autoencoder: it has no config.json"),
+        (lambda coder: saved(coder, seed=1), "autoencoder is not the autoencoder that made its latents"),
+    ],
+    ids=["gone", "another"],
+)
+def test_a_training_whose_samples_could_not_be_decoded_is_not_begun(tmp_path, coder, damage, message):
+    """Otherwise it would end hours later, at its first samples."""
+    settings = on_latents(encoded(tmp_path / "latents", coder), updates=1)
+    damage(tmp_path / "latents" / "autoencoder")
+    with pytest.raises(Mistake, match=message):
+        trained(settings, tmp_path / "run")
+    assert content(tmp_path / "run") == {}
+
+
 def test_other_settings_do_not_go_into_the_same_folder(tmp_path, cache, coder):
     other = saved(tmp_path / "other", seed=1)
     for options, line in (
@@ -411,6 +429,26 @@ def test_a_training_on_latents_resumes_to_the_bit_and_shows_pictures(tmp_path, c
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
     with Image.open(tmp_path / "whole" / "samples" / "step-00000006.png") as grid:
         assert grid.size == (2 + 8 * (64 + 2), 2 + 8 * (64 + 2))  # 8x8 pictures, magnified, not 4x4 latents
+
+
+def test_a_training_refuses_the_latents_of_another_autoencoder(tmp_path, coder):
+    """Encoded anew into the same folder they have the same shape, so nothing else would notice."""
+    settings = on_latents(encoded(tmp_path / "latents", coder), updates=4)
+    trained(settings, tmp_path / "run", stop=2)
+    shutil.rmtree(tmp_path / "latents")
+    encoded(tmp_path / "latents", saved(tmp_path / "other", seed=1))
+    for again in (lambda: trained(settings, tmp_path / "run"), lambda: opened(tmp_path / "run"), lambda: opened(tmp_path / "run", images=False)):
+        with pytest.raises(Mistake, match=r"latents is not what this training began with: .*; encode as before, or start a new training"):
+            again()
+    shutil.rmtree(tmp_path / "latents")
+    index = index_of(encoded(tmp_path / "latents", coder))
+    # the posteriors of random weights have a std of about 1; another device rounds differently, other pictures have other means and spreads
+    for name, more, alike in (("mean", 1e-4, True), ("std", 1e-4, True), ("mean", 0.1, False), ("std", 1.0, False)):
+        (tmp_path / "latents" / "index.json").write_text(json.dumps({**index, name: [value + more for value in index[name]]}))
+        with nullcontext() if alike else pytest.raises(Mistake, match="is not what this training began with: its latents have another mean or std"):
+            opened(tmp_path / "run")
+    (tmp_path / "latents" / "index.json").write_text(json.dumps(index))
+    assert [record.step for record in trained(settings, tmp_path / "run")] == [3, 4]
 
 
 def test_edm_is_told_the_spread_of_latents(tmp_path, cache):

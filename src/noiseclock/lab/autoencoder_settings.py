@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,3 +69,9 @@ class Settings:
             down_block_types=("DownEncoderBlock2D",) * len(widths), up_block_types=("UpDecoderBlock2D",) * len(widths),
             norm_num_groups=self.channels // 4, sample_size=shape[1], scaling_factor=1.0,
         )  # fmt: skip
+
+
+def refuse_autoencoder(settings: Mapping[str, Any], where: str) -> None:
+    """Raise a Mistake if these settings of a checkpoint are those of an autoencoder. where: the folder, as the sentence begins."""
+    if "latent_channels" in settings:
+        raise Mistake(f"{where} holds an autoencoder; give the folder of a diffusion training")

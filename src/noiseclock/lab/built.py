@@ -71,7 +71,9 @@ def sampled(
         batch = -(-n // count)
         n = count * batch
         predict = CapturedForward(torch.compile(net, dynamic=False) if recipe.compile and n * steps >= WORTH_COMPILING else net)  # type: ignore[arg-type]
-    if guidance != 1 and recipe.conditional and not recipe.drop_labels:
+    if guidance != 1 and not recipe.conditional:
+        raise Mistake("guidance needs a model of classes or captions, and this one was trained without; leave guidance out")
+    if guidance != 1 and not recipe.drop_labels:
         raise Mistake("guidance needs a model that was also trained without labels; this one was trained with drop_labels 0")
     labels = None
     if recipe.conditional and asked is not None:

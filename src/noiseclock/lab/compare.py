@@ -37,7 +37,7 @@ from noiseclock.lab.built import sampled, told_held_out
 from noiseclock.lab.data import cpus, head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
-from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, write_json
+from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, refuse_encoded, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied
@@ -272,6 +272,7 @@ def check(plan: Plan, folder: Path) -> None:
     latents = load(plan.base.data, size=plan.base.size) if plan.base.data.startswith("latents:") else None
     pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
     refuse_among(plan.base.data, folder)
+    refuse_encoded(folder)
     _joined(plan, folder)
     if plan.samples and pictures not in classifier.DATA:
         network_for(pictures)  # its weights may be missing; without this check, the first evaluation would notice, hours later

@@ -164,8 +164,11 @@ def load_images(name: str, *, split: str = "train", size: int | None = None) -> 
 
 
 def outlined(data: Data) -> dict[str, Any] | None:
-    """Name, shape and number of classes, which suffice to sample a model of images without them; None if sampling needs latents or captions."""
-    if isinstance(data, Latents) or data.texts is not None:
+    """What a checkpoint keeps of its data. Of images: name, shape and number of classes, which suffice to sample a model without them; None if they
+    have captions, which sampling needs. Of latents: what they mean."""
+    if isinstance(data, Latents):
+        return {"latents": data.meaning}
+    if data.texts is not None:
         return None
     return {"name": data.name, "shape": list(data.shape), "classes": data.classes}
 
@@ -173,6 +176,13 @@ def outlined(data: Data) -> dict[str, Any] | None:
 def without_images(outline: Mapping[str, Any]) -> Images:
     """A data set of no images, with the name, shape and classes of an outline."""
     return Images(outline["name"], torch.empty((0, *outline["shape"]), dtype=torch.uint8), classes=outline["classes"])
+
+
+def refuse_other_latents(data: Data, outline: Mapping[str, Any]) -> None:
+    """Raise a Mistake if these latents are not those of a checkpoint's outline: of another autoencoder, or of another scale."""
+    known = outline.get("latents")
+    if isinstance(data, Latents) and known is not None and (reason := data.unlike(known)):
+        raise Mistake(f"{data.folder} is not what this training began with: {reason}; encode as before, or start a new training")
 
 
 def pictured(data: Data) -> Images | Files:

@@ -87,6 +87,12 @@ def lock(folder: str | os.PathLike[str], *, wait: bool = False) -> Iterator[None
         file.close()
 
 
+def refuse_encoded(folder: Path) -> None:
+    """Raise a Mistake if the folder holds latents or embedded captions, whose files a training must not be mixed with."""
+    if (folder / "index.json").exists():
+        raise Mistake(f"{folder} holds latents or embedded captions; choose another folder")
+
+
 # --- JSON ---------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -34,6 +34,7 @@ from noiseclock.lab.order import Order, flips, normals, uniforms
 
 FORMAT = 1  # version of the files; raised when an older reader would misread them
 IN_MEMORY = 2**31  # bytes of latents; a larger set stays on disk
+SAME = 0.01  # change of mean and std, in units of std, that does no harm; devices differ by far less
 VERIFIED = ".verified.json"
 AGAIN = "run the same noiseclock encode again"
 
@@ -152,6 +153,25 @@ class Latents:
                 z = z + found["std"] * normals(seed, "posterior", first, batch, self.shape, device)
             chance = None if self.texts is None else uniforms(seed, "captions", first, batch)
             yield (z - mean) / std, self._told(index, device, chance)
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """What a network's latents mean: the autoencoder that decodes them, mean and std of each channel."""
+        return {"autoencoder": self.index["made of"]["autoencoder"], "mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
+
+    def unlike(self, known: Mapping[str, Any]) -> str:
+        """Why these latents do not mean what they meant; empty if they do."""
+        if known["autoencoder"] != self.index["made of"]["autoencoder"]:
+            return "another autoencoder made its latents"
+        mean, std = (torch.tensor(known[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
+        near = ((self.mean - mean).abs() <= SAME * std).all() and ((self.std - std).abs() <= SAME * std).all()
+        return "" if bool(near) else "its latents have another mean or std"
+
+    def check(self, *, flip: bool) -> None:
+        """Raise a Mistake if the autoencoder cannot decode samples, or if `flip` asks for mirrored pictures and there are none."""
+        self._autoencoder(torch.device("cpu"))
+        if flip:
+            self.check_flips()
 
     def check_flips(self) -> None:
         """Raise a Mistake if the folder has no latents of mirrored pictures."""

@@ -34,13 +34,14 @@ from noiseclock.core.batch import call
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.integrations.trackers import track
 from noiseclock.lab import checkpoint, pictures
+from noiseclock.lab.autoencoder_settings import refuse_autoencoder
 from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
-from noiseclock.lab.data import batches, outlined
+from noiseclock.lab.data import batches, outlined, refuse_other_latents
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import Log, difference, lock, write_json, writing
+from noiseclock.lab.folder import Log, difference, lock, refuse_encoded, write_json, writing
 from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.latents import Latents
@@ -109,9 +110,10 @@ class Run:
         if recipe.batch % parts:
             raise Mistake(f"a batch of {recipe.batch} cannot be shared by {self.world} processes with {recipe.accumulate} micro-batches each")
         self.data, self.held_out = loaded(recipe, accelerator)
-        if recipe.flip and isinstance(self.data, Latents):
-            self.data.check_flips()  # before anything is written
+        if isinstance(self.data, Latents):
+            self.data.check(flip=recipe.flip)  # before anything is written
         refuse_among(recipe.data, folder)
+        refuse_encoded(folder)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = placed(network(recipe, self.data, self.clock), self.device)
@@ -142,6 +144,7 @@ class Run:
         if not checkpoint.steps(other):
             raise Mistake(f"cannot start from {other}: it holds no checkpoint; give the folder of a training that has saved one")
         _, state = checkpoint.load(other)
+        refuse_autoencoder(state["settings"], f"cannot start from {other}: it")
         refuse_other_encoder(self.net, state["model"])
         try:
             self.net.load_state_dict({**state["model"], **state["ema"]})
@@ -219,6 +222,7 @@ class Run:
 
     def _load(self, state: dict[str, Any]) -> None:
         refuse_other_encoder(self.net, state["model"])
+        refuse_other_latents(self.data, state.get("data") or {})
         parameters = dict(self.net.state_dict())
         for name, value in state["model"].items():
             fill_(parameters[name], value)

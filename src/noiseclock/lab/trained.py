@@ -14,10 +14,11 @@ from noiseclock.core.clock import Clock
 from noiseclock.core.measure import LossOverTime
 from noiseclock.core.schedules import Discrete
 from noiseclock.lab import checkpoint
+from noiseclock.lab.autoencoder_settings import refuse_autoencoder
 from noiseclock.lab.built import network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.clip import CLIP, ClipScore, clip_score
-from noiseclock.lab.data import Data, load, pictured, without_images
+from noiseclock.lab.data import Data, load, pictured, refuse_other_latents, without_images
 from noiseclock.lab.errors import Failure, Mistake, choose
 from noiseclock.lab.evaluate import CURVE, BitsPerDim, Scores, bits_per_dim, compare_images, loss_curve, network_for
 from noiseclock.lab.folder import write_json
@@ -52,9 +53,11 @@ def opened(folder: str | Path, *, step: int | None = None, device: str | torch.d
     if not checkpoint.steps(folder):
         raise Mistake(f"{folder} holds no checkpoint; give the folder of a training that has saved one")
     step, state = checkpoint.load(folder, step)
+    refuse_autoencoder(state["settings"], str(folder))
     recipe = recipe_of(state["settings"])
-    outline = state.get("data")  # None in checkpoints of earlier versions
-    data = load(recipe.data, size=recipe.size) if images or outline is None else without_images(outline)
+    outline = state.get("data") or {}  # None in checkpoints of earlier versions
+    data = load(recipe.data, size=recipe.size) if images or "shape" not in outline else without_images(outline)
+    refuse_other_latents(data, outline)
     clock = recipe.clock(rank=0, world_size=1)
     clock.load_state_dict(state["ranks"][0]["clock"])
     with torch.random.fork_rng(devices=[]):  # must not change the random numbers of a training in the same process
