@@ -490,6 +490,7 @@ def test_the_noise_is_the_same_on_a_gpu():
         ({"n": 0}, "the number of pictures and the batch must be at least 1"),
         ({"batch": 0}, "the batch must be at least 1"),
         ({"guidance": 2.0}, "guidance=2 needs a model with classes"),
+        ({"guidance": float("nan")}, "guidance must be finite, got nan"),
         ({"guidance": 2.0, "labels": torch.zeros(2, dtype=torch.long)}, "guidance=2 needs a model with classes"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, "one for each of the 2 pictures"),
     ],

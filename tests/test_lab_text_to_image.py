@@ -17,6 +17,7 @@ from noiseclock.lab.encoder import Encoder
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.generate import generate, noise_of
 from noiseclock.lab.models import UVIT, build, count
+from noiseclock.lab.models.dit import CrossAttention
 from noiseclock.lab.trained import opened
 from shapes import CAPTIONS, KINDS, LENGTH, WORDINGS, judged, write_embedded, write_encoder, write_shapes
 from small_runs import TINY, differing, run_of, said, state_of, trained
@@ -32,13 +33,16 @@ def settings(place):
     return replace(TINY, data=f"captions:{place / 'embedded'}", conditional=True, model="uvit", batch=8, patch=8)
 
 
-def model(length=LENGTH, blocks=2):
-    """A U-ViT that is far from its start, so that every part of it counts."""
+def model(kind="uvit", length=LENGTH, blocks=2):
+    """A network that is far from its start, so that every part of it counts."""
     torch.manual_seed(0)
-    net = build("uvit", (3, 8, 8), channels=32, blocks=blocks, head_channels=16, empty=torch.zeros(length, 16, dtype=torch.float16))
+    net = build(kind, (3, 8, 8), channels=32, blocks=blocks, head_channels=16, empty=torch.zeros(length, 16, dtype=torch.float16))
     for parameter in net.parameters():
-        nn.init.normal_(parameter, std=0.3)
+        nn.init.normal_(parameter, std=0.3 if kind == "uvit" else 0.15)  # a U-ViT's signal passes the weights of every norm
     return net
+
+
+both = pytest.mark.parametrize("kind", ["uvit", "dit"])
 
 
 # --- the network --------------------------------------------------------------------------------------------------------------------------
@@ -51,12 +55,14 @@ def test_u_vit_s_with_clip_has_the_45_million_of_the_paper():
     assert abs(count(net) / 1e6 - 45) <= 0.5
 
 
+@both
 @torch.no_grad()
-def test_a_token_of_zeros_is_as_good_as_none():
+def test_a_token_of_zeros_is_as_good_as_none(kind):
     """A network of 5 tokens with the same weights gives the same for captions of 5."""
-    net, short = model(8), model(5)
+    net, short = model(kind, 8), model(kind, 5)
     state = net.state_dict()
-    state["positions"] = torch.cat([state["positions"][:6], state["positions"][9:]])
+    if kind == "uvit":  # words have places of their own there
+        state["positions"] = torch.cat([state["positions"][:6], state["positions"][9:]])
     state["null"] = state["null"][:5]
     short.load_state_dict(state)
     generator = torch.Generator().manual_seed(0)
@@ -70,8 +76,36 @@ def test_a_token_of_zeros_is_as_good_as_none():
 
 
 @torch.no_grad()
-def test_padded_tokens_change_nothing(place):
-    net, x, t = model(), torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([5, 6])
+def test_cross_attention_is_that_of_torch():
+    torch.manual_seed(0)
+    mine, theirs = CrossAttention(32, 2, 0.0), nn.MultiheadAttention(32, 2, batch_first=True)
+    theirs.in_proj_weight.copy_(torch.cat([mine.q.weight, mine.kv.weight]))
+    theirs.in_proj_bias.copy_(torch.cat([mine.q.bias, mine.kv.bias]))
+    theirs.out_proj.load_state_dict(mine.mix.state_dict())
+    h, words, seen = torch.randn(3, 7, 32), torch.randn(3, 5, 32), torch.rand(3, 5) < 0.6
+    seen[:, 0] = True
+    wanted = theirs(h, words, words, key_padding_mask=~seen, need_weights=False)[0]
+    assert (mine(h, words, seen[:, None, None]) - wanted).abs().max() < 1e-6  # sums of 32 products of order 0.1, rounded at 6e-8
+
+
+@torch.no_grad()
+def test_a_new_dit_ignores_its_captions_and_a_caption_of_padding_alone_is_no_nan():
+    net = build("dit", (3, 8, 8), channels=32, blocks=2, head_channels=16, empty=torch.zeros(5, 16, dtype=torch.float16))
+    for layer in (net.modulation, net.out, *(block.modulation for block in net.blocks)):  # so that it predicts something
+        nn.init.normal_(layer.weight, std=0.2)
+    x, t, text = torch.randn(2, 3, 8, 8), torch.tensor([5, 6]), torch.randn(2, 5, 16)
+    assert net(x, t, text).abs().max() > 0.01
+    assert torch.equal(net(x, t, text), net(x, t, text.flip(0)))
+    assert net(x, t, torch.zeros_like(text)).isfinite().all()
+    nn.init.normal_(net.blocks[0].read.mix.weight, std=0.2)
+    assert not torch.equal(net(x, t, text), net(x, t, text.flip(0)))
+    assert net(x, t, torch.zeros_like(text)).isfinite().all()
+
+
+@both
+@torch.no_grad()
+def test_padded_tokens_change_nothing(place, kind):
+    net, x, t = model(kind), torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([5, 6])
     embedded = Encoder(place / "encoder")(["a red circle", "this circle is red"])
     other = embedded._replace(tokens=torch.where(embedded.mask[..., None], embedded.tokens, 7))
     assert not torch.equal(embedded.tokens, other.tokens)
@@ -79,10 +113,11 @@ def test_padded_tokens_change_nothing(place):
     assert not torch.equal(net(x, t, embedded.seen()), net(x, t, embedded.seen().flip(0)))
 
 
+@both
 @torch.no_grad()
-def test_without_a_caption_it_is_told_the_empty_one(place, settings):
+def test_without_a_caption_it_is_told_the_empty_one(place, settings, kind):
     data = load(settings.data)
-    net = network(settings, data, settings.clock())
+    net = network(replace(settings, model=kind), data, settings.clock())
     x, t = torch.randn(2, 3, 16, 16), torch.tensor([5, 6])
     assert torch.equal(net.null, EmbeddedSet(place / "embedded").empty)
     assert torch.equal(net(x, t), net(x, t, net.null.expand(2, -1, -1)))
@@ -105,9 +140,10 @@ def test_a_share_of_the_captions_is_withheld(settings, tmp_path):
     assert abs(dropped - 800) < 98
 
 
+@both
 @torch.no_grad()
-def test_probes_see_every_row_with_its_caption(place):
-    net = model(blocks=1)
+def test_probes_see_every_row_with_its_caption(place, kind):
+    net = model(kind, blocks=1)
     generator = torch.Generator().manual_seed(0)
     x0, noise = torch.randn(4, 3, 8, 8, generator=generator), torch.randn(4, 3, 8, 8, generator=generator)
     text = Encoder(place / "encoder")([WORDINGS[i % 3].format(*KINDS[i]) for i in range(4)]).seen()
@@ -122,9 +158,9 @@ def test_probes_see_every_row_with_its_caption(place):
     assert (swapped - found).abs().min() > 1e-4
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "adaptive:every=2"])
-def test_a_stopped_training_goes_on_to_the_bit(settings, tmp_path, sampler):
-    settings = replace(settings, sampler=sampler, validate_every=4, accumulate=2)
+@pytest.mark.parametrize(("kind", "sampler"), [("uvit", "uniform"), ("uvit", "adaptive:every=2"), ("dit", "variance-optimal:every=2,warmup=1")])
+def test_a_stopped_training_goes_on_to_the_bit(settings, tmp_path, kind, sampler):
+    settings = replace(settings, model=kind, sampler=sampler, validate_every=4, accumulate=2)
     trained(settings, tmp_path / "whole")
     trained(settings, tmp_path / "parts", stop=3)
     trained(settings, tmp_path / "parts")
@@ -236,9 +272,10 @@ def test_from_pictures_to_pictures(place, tmp_path, capsys, elsewhere):
 # --- mistakes -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_u_vit_reads_captions(settings, tmp_path):
-    with pytest.raises(Mistake, match="take model uvit"):
-        run_of(replace(settings, model="dit"), tmp_path / "run")
+@pytest.mark.parametrize("kind", ["unet", "adm"])
+def test_u_nets_read_no_captions(settings, tmp_path, kind):
+    with pytest.raises(Mistake, match="take model dit or uvit"):
+        run_of(replace(settings, model=kind), tmp_path / "run")
 
 
 def test_mistakes_in_prompts_are_named(place, settings, tmp_path, capsys, elsewhere):
@@ -269,11 +306,12 @@ def test_captions_that_another_encoder_embedded_anew_are_refused(place, tmp_path
 
 
 @pytest.mark.slow
-def test_samples_show_what_the_caption_says(tmp_path):
+@both
+def test_samples_show_what_the_caption_says(tmp_path, kind):
     """Twelve kinds of pictures in three wordings, two minutes of one core. Shapes are decided in much noise, so that is drawn."""
     embed(write_shapes(tmp_path / "pictures", 480), write_encoder(tmp_path / "encoder"), tmp_path / "embedded")
     settings = replace(
-        TINY, data=f"captions:{tmp_path / 'embedded'}", conditional=True, model="uvit", channels=64, head_channels=16, blocks=4, patch=4, batch=32,
+        TINY, data=f"captions:{tmp_path / 'embedded'}", conditional=True, model=kind, channels=64, head_channels=16, blocks=4, patch=4, batch=32,
         updates=1200, lr=2e-3, betas=(0.9, 0.99), warmup=50, ema=0.99, schedule="cosine", steps=1000, objective="x0", sampler="beta:a=4,b=1",
         solver_steps=20,
     )  # fmt: skip

@@ -128,7 +128,7 @@ def test_bound_needs_steps_and_bits_are_bits():
 def test_loss_of_the_exact_denoiser_on_a_mixture_is_the_integral_at_every_level(name):
     """The Clock's own loss, by Monte Carlo, against numerical integration, at 20 noise levels."""
     data, schedule = ring(), nc.schedule(name)
-    clock = nc.Clock(schedule, "uniform")
+    clock = nc.Clock(schedule, "uniform", objective="eps")
     generator = torch.Generator().manual_seed(0)
     for u in torch.linspace(0.025, 0.975, 20, dtype=torch.float64):
         batch = clock.at(data.sample(20_000, generator).double(), u, generator=generator)

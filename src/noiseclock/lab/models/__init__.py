@@ -60,7 +60,7 @@ def build(
     level. blocks: residual blocks per level of a U-Net, or the depth of a DiT or U-ViT. head_channels: of one attention head; 0 makes a single head.
     dropout: its probability. time_scale: the factor on t before its embedding; take `time_scale(schedule)`. Only U-Nets read `multipliers`, the width
     of each level relative to the first, and `attention`, the heights with self-attention; only the others read `patch`, the side of their patches.
-    checkpointing: gradient checkpointing of the blocks. empty: the embedded empty caption (L, D), for a U-ViT with captions.
+    checkpointing: gradient checkpointing of the blocks. empty: the embedded empty caption (L, D), for a DiT or U-ViT with captions.
 
     >>> model = build("unet", (1, 8, 8), channels=32, multipliers=(1, 2), blocks=1, attention=(4,))
     >>> model(torch.zeros(5, 1, 8, 8), torch.arange(5)).shape
@@ -72,15 +72,15 @@ def build(
         raise Mistake(f"classes must be at least 1, or None for data without labels, got {classes}")
     if blocks < 1 or not 0 <= dropout < 1:
         raise Mistake(f"a model needs at least one block and a dropout in [0, 1), got {blocks=} and {dropout=}")
-    if empty is not None and (kind != "uvit" or classes is not None):
-        raise Mistake(f"captions are read by a U-ViT without classes alone, got {kind!r} and {classes=}; take model uvit")
+    if empty is not None and (kind not in ("dit", "uvit") or classes is not None):
+        raise Mistake(f"captions are read by a DiT or U-ViT without classes alone, got {kind!r} and {classes=}; take model dit or uvit")
     if kind in ("unet", "adm"):
         from noiseclock.lab.models.unet import UNet  # only when needed: diffusers takes seconds to import
 
         levels = tuple(multipliers), blocks, tuple(attention)
         return UNet(shape, classes, channels, *levels, head_channels, dropout, time_scale, adm=kind == "adm", checkpointing=checkpointing)
     if kind == "dit":
-        return DiT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, checkpointing)
+        return DiT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, checkpointing, empty)
     if kind == "uvit":
         return UViT(shape, classes, channels, blocks, head_channels, patch, dropout, time_scale, checkpointing, empty)
     raise Mistake(f"unknown kind of model {kind!r}; known: adm, dit, unet, uvit")
