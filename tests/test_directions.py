@@ -1,0 +1,89 @@
+"""The optimiser's metric, and derivatives of losses along a direction of the parameters."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from noiseclock.core.directions import derivative, metric, normal, trained
+
+
+def stepped(make, steps=3):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = make(model)
+    for _ in range(steps):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_the_metric_of_adam_is_what_it_divides_by():
+    """Adam's next step is lr·m̂/(√v̂+ε): with betas (0, b) m̂ is the gradient itself, so P·gradient can be seen."""
+    model, optimizer = stepped(lambda m: torch.optim.Adam(m.parameters(), lr=0.01, betas=(0.0, 0.9), eps=1e-3))
+    model(torch.randn(4, 3)).square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moved = [b - p for b, p in zip(before, model.parameters(), strict=True)]
+    power, unknown = metric(optimizer, list(model.parameters()))
+    assert unknown == ""
+    for scale, gradient, change in zip(power, gradients, moved, strict=True):
+        assert torch.allclose(scale * gradient, change, rtol=1e-4, atol=1e-8)
+
+
+def test_the_metric_of_a_parameter_that_was_frozen_at_first():
+    """It has had fewer updates than the rest of its group, so its v̂ is less far from v."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(200):
+        model.bias.requires_grad_(step >= 197)
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    power, _ = metric(optimizer, list(model.parameters()))
+    for p, scale, updates in zip(model.parameters(), power, (200, 3), strict=True):
+        assert optimizer.state[p]["step"] == updates
+        wanted = 0.01 / ((optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**updates)).sqrt() + 1e-8)
+        assert torch.allclose(scale, wanted, rtol=1e-4)  # 1 - 0.999³ has lost four digits in float32; the other's count would be 7 times off
+
+
+def test_the_metric_of_others():
+    model, optimizer = stepped(lambda m: torch.optim.SGD([{"params": [m.weight], "lr": 0.1}, {"params": [m.bias], "lr": 0.3}], momentum=0.9))
+    assert metric(optimizer, list(model.parameters())) == ([0.1, 0.3], "")
+    model, optimizer = stepped(lambda m: torch.optim.RMSprop(m.parameters()))
+    assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "the metric of RMSprop is not known")
+    assert metric(None, list(model.parameters())) == ([1.0, 1.0], "no optimiser is known (attach one to the clock)")
+    # before its first update Adam has none; what it does not train does not move
+    model, optimizer = stepped(lambda m: torch.optim.Adam([m.weight]), steps=0)
+    assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "")
+    model, optimizer = stepped(lambda m: torch.optim.Adam([m.weight]))
+    assert metric(optimizer, list(model.parameters()))[0][1] == 0.0
+
+
+def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 3))
+    x = torch.randn(10, 4)
+    parameters = trained([model])
+    before = [p.detach().clone() for p in parameters]
+    direction = normal(parameters, [1.0] * len(parameters), seed=3)
+    found = derivative([model], parameters, direction, lambda: model(x).square().mean(1))
+    for i in range(10):
+        gradient = torch.autograd.grad(model(x[i : i + 1]).square().mean(), parameters)
+        along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
+        assert math.isclose(found[i], along, rel_tol=5e-3, abs_tol=1e-3)  # float32: losses of order 1 to seven digits, over h·d of about 1e-2
+    assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
+
+    def broken():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        derivative([model], parameters, direction, broken)
+    assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
+        derivative([half := nn.Linear(2, 2).to(torch.bfloat16)], trained([half]), [torch.ones(2, 2), torch.ones(2)], broken)
