@@ -261,7 +261,7 @@ class Clock:
     def attach(self, optimizer: Any, *, model: nn.Module | None = None) -> Self:
         """Count the optimiser's updates from now on, by hooks around each of its steps; returns the clock.
 
-        model: the module that a probe puts into evaluation mode, if it cannot be found from `predict`.
+        model: the trained one, if it cannot be found from `predict`; probes put it into evaluation mode, and may move its parameters for a moment.
         """
         optimizer = unwrapped(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
