@@ -191,6 +191,8 @@ def test_errors_of_your_own_are_weighed_recorded_and_learned_from_as_the_squared
         assert torch.equal(*losses)
     assert torch.equal(usual.sampler.log_prob(torch.linspace(0, 0.99, 9)), own.sampler.log_prob(torch.linspace(0, 0.99, 9)))
     assert np.array_equal(usual.record.by_time().loss, own.record.by_time().loss, equal_nan=True)
+    half = own.weigh(c, torch.full((64,), 1.0, dtype=torch.bfloat16))
+    assert torch.equal(half, (c.weight * c.correction).float())  # bfloat16 would round the weights to three digits
     (absolute,) = torch.autograd.grad(own.weigh(c, (model(c.x_t) - c.target).abs().mean(1)).sum(), model.bias)
     by_hand = ((model(c.x_t) - c.target).sign() / 3 * (c.weight * c.correction).float()[:, None]).sum(0)
     assert torch.allclose(absolute, by_hand, rtol=1e-5, atol=1e-6)  # 64 summands of float32

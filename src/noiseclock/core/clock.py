@@ -226,6 +226,7 @@ class Clock:
         if not isinstance(errors, Tensor) or errors.shape != batch.time.shape:
             found = tuple(errors.shape) if isinstance(errors, Tensor) else type(errors).__name__
             raise ValueError(f"the errors must be a tensor of one number per sample, of shape {tuple(batch.time.shape)}, got {found}")
+        errors = errors.to(torch.promote_types(errors.dtype, torch.float32))  # as in `loss`: under autocast they may be half precision
         if batch.draw is not None:
             seen = errors.detach()
             self.record.add(batch.time, seen)
