@@ -62,7 +62,12 @@ class Part:
 
 LINEAR, COSINE, QUADRATIC = "cifar10-sprint-20k", "cifar10-sprint-cosine", "cifar10-sprint-quadratic"
 BRIEF = {"updates": 20_000, "warmup": 500, "ema": 0.999}
-CONTINUOUS = {**BRIEF, "channels": 64, "batch": 128}
+SMALL = {**BRIEF, "channels": 64, "batch": 128}
+OTHERS = ("gradient-variance", "loss-history", "adaptive.released", "adaptive.paper+min-snr", "speed", "change-aware")
+CONTINUOUS = (
+    Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-edm", changes=SMALL),
+    Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-flow", changes=SMALL),
+)
 PROBED = ("adaptive.scaled", "adaptive.scaled+min-snr", "lookahead", "lookahead:target=min-snr+min-snr")
 
 QUEUE = [  # in the order of what they decide
@@ -71,26 +76,27 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, PROBED, lrs=(0.0008,), until=5_000),
     # a third seed of the leaders
     Part(LINEAR, OURS[:2], seeds=(2,)),
-    # three schedules; on one of them other solvers too
+    # three schedules
     Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
-    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
-    Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}),
     Part(LINEAR, PAPERS),
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
-    # what else was proposed, and uniform as the papers draw it: what do evenly spread times gain?
-    Part(LINEAR, ("independent", "gradient-variance", "loss-history", "adaptive.released", "adaptive.paper+min-snr", "speed", "change-aware")),
-    Part(LINEAR, OURS[2:], seeds=(2,)),
+    # what else was proposed, first to half the length
+    Part(LINEAR, OTHERS, until=10_000),
+    # continuous time, briefly
+    *(replace(part, until=5_000) for part in CONTINUOUS),
     # ablations: how many losses a reward is made of, and how they are chosen; SpeeD's three settings
     Part(LINEAR, tuple(f"adaptive.paper:{option}" for option in ("count=1", "count=10", "select=greedy", "select=all,stride=25")), until=5_000),
     Part(LINEAR, tuple(f"speed:k={k}+change-aware" for k in (1, 10, 25)), until=5_000),
     Part(LINEAR, tuple(f"speed+change-aware:lam={lam}" for lam in (0.5, 0.8, 1.0)), until=5_000),
     Part(LINEAR, tuple(f"speed:tau={tau}+change-aware" for tau in (500, 800)), until=5_000),
-    # how much of the plain loss's high FID on the cosine schedule is due to where the solver starts?
-    Part(COSINE, ("independent",), changes={"schedule": "cosine"}, solvers=("ddim:sigma_max=80:50", "ddim:sigma_max=30:50")),
-    # continuous time
-    Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-edm", changes=CONTINUOUS),
-    Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-flow", changes=CONTINUOUS),
+    # on one schedule other solvers too
+    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
+    Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}),
+    # longer, if there is time: what was begun here, and a third seed under min-SNR
+    Part(LINEAR, OTHERS),
+    *CONTINUOUS,
+    Part(LINEAR, OURS[2:], seeds=(2,)),
 ]
 
 

@@ -59,7 +59,8 @@ class Size:
 # launches of kernels on a large GPU, so a batch of 64 takes hardly longer than one of 32. The schedule is Stable Diffusion's, which ends at σ = 14.6:
 # latents are not clipped, and at the end of DDPM's, σ = 157, a young model's x0 is mostly error, which DDIM keeps as a wash of colour.
 LATENT = {"schedule": "scaled-linear"}
-LARGE = Size({"size": 128, "factor": 4, "batch": 64, "updates": 5000, "lr": 5e-4}, {**LATENT, "updates": 10_000}, every=2500, samples=5000)
+CODER = {"size": 128, "factor": 4, "batch": 64, "updates": 3000, "lr": 5e-4, "precision": "bf16"}
+LARGE = Size(CODER, {**LATENT, "updates": 5000}, every=2500, samples=5000)
 SMALL = Size(
     {"size": 32, "factor": 4, "batch": 8, "updates": 10, "save_every": 5, "channels": 8},
     {
