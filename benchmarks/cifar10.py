@@ -76,9 +76,10 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, PROBED, lrs=(0.0008,), until=5_000),
     # a third seed of the leaders
     Part(LINEAR, OURS[:2], seeds=(2,)),
-    # three schedules
+    # three schedules; on one of them other solvers too
     Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
-    Part(LINEAR, PAPERS),
+    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
+    Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}, until=10_000),
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
     # what else was proposed, first to half the length
@@ -90,10 +91,9 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, tuple(f"speed:k={k}+change-aware" for k in (1, 10, 25)), until=5_000),
     Part(LINEAR, tuple(f"speed+change-aware:lam={lam}" for lam in (0.5, 0.8, 1.0)), until=5_000),
     Part(LINEAR, tuple(f"speed:tau={tau}+change-aware" for tau in (500, 800)), until=5_000),
-    # on one schedule other solvers too
-    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
+    # longer, if there is time, and a third seed under min-SNR
+    Part(LINEAR, PAPERS),
     Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}),
-    # longer, if there is time: what was begun here, and a third seed under min-SNR
     Part(LINEAR, OTHERS),
     *CONTINUOUS,
     Part(LINEAR, OURS[2:], seeds=(2,)),

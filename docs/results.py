@@ -21,6 +21,7 @@ PAGE = Path(__file__).with_name("results.md")
 RAW = PAGE.parent.parent / "benchmarks" / "results"
 STEPS = (5_000, 10_000, 20_000)
 EVALUATED = (5_000, 10_000, 15_000, 20_000)
+MEASURES = {"bits": "bits/dim", "validation": "held-out loss", "kernel": "KID", "precision": "precision", "recall": "recall"}
 ABLATION = re.compile("(k|lam|tau|count|select)=")  # in a method's name
 
 
@@ -35,7 +36,8 @@ def sprint(folder: str) -> list[str]:
     """What was trained to the end: FID through training, and the other measures there."""
     through = [table(read(RAW / folder, at=step), "frechet") for step in STEPS]
     end = read(RAW / folder, at=STEPS[-1])
-    measures = [table(end, metric) for metric in ("bits", "validation", "kernel")]
+    metrics = ("bits", "validation", "kernel")
+    measures = [table(end, metric) for metric in metrics]
     rows = []
     for i, last in enumerate(through[-1].rows):
         if last.final.n:
@@ -43,7 +45,7 @@ def sprint(folder: str) -> list[str]:
             fids = [str(t.rows[i].final) for t in through]
             rows.append([f"`{last.method}`", *fids, str(in_time(end, last)), *compared, *(str(t.rows[i].final) for t in measures), str(last.final.n)])
     fids = [f"FID, {step // 1000}k" for step in STEPS]
-    return lines(["", *fids, "at equal time", "against uniform", "speed-up", "bits/dim", "held-out loss", "KID", "seeds"], rows)
+    return lines(["", *fids, "at equal time", "against uniform", "speed-up", *(MEASURES[metric] for metric in metrics), "seeds"], rows)
 
 
 def stopped(folder: str, *steps: int) -> list[str]:
@@ -58,16 +60,22 @@ def ablation(folder: str, method: str) -> list[str]:
     return early(folder, STEPS[:1], lambda other: other == method or (other.startswith(kind) and bool(ABLATION.search(other))))
 
 
-def early(folder: str, steps: Sequence[int], wanted: Callable[[str], bool]) -> list[str]:
+def early(folder: str, steps: Sequence[int], wanted: Callable[[str], bool], metrics: Sequence[str] = ("bits", "validation", "kernel")) -> list[str]:
     """FID at these steps, and the other measures at the last of them."""
     through = [table(read(RAW / folder, at=step), "frechet") for step in steps]
-    measures = [table(read(RAW / folder, at=steps[-1]), metric) for metric in ("bits", "validation", "kernel")]
+    end = read(RAW / folder, at=steps[-1])
+    measures = [table(end, metric) for metric in metrics]
     rows = [
         [f"`{row.method}`", *(str(t.rows[i].final) for t in through), through[-1].lines[i][4], *(str(t.rows[i].final) for t in measures)]
         for i, row in enumerate(through[-1].rows)
         if wanted(row.method) and row.final.n
     ]
-    return lines(["", *(f"FID, {step // 1000}k" for step in steps), "against uniform", "bits/dim", "held-out loss", "KID"], rows)
+    return lines(["", *(f"FID, {step // 1000}k" for step in steps), f"against {end.baseline}", *(MEASURES[metric] for metric in metrics)], rows)
+
+
+def continuous(folder: str) -> list[str]:
+    """Every method at the first evaluation; continuous time has no bound in bits."""
+    return early(folder, STEPS[:1], lambda method: True, ("validation", "kernel", "precision", "recall"))
 
 
 def solvers(folder: str) -> list[str]:
@@ -151,11 +159,14 @@ TABLES = {
     "linear": partial(sprint, "cifar10-sprint-20k"),
     "linear, stopped": partial(stopped, "cifar10-sprint-20k", *STEPS[:1]),
     "settings of SpeeD": partial(ablation, "cifar10-sprint-20k", "speed+change-aware"),
+    "settings of adaptive": partial(ablation, "cifar10-sprint-20k", "adaptive.paper"),
     "cosine": partial(sprint, "cifar10-sprint-cosine"),
     "cosine, stopped": partial(stopped, "cifar10-sprint-cosine", *EVALUATED[:3]),
     "starts": partial(starts, "cifar10-sprint-cosine"),
     "solvers": partial(solvers, "cifar10-sprint-cosine"),
     "independent": independent,
+    "EDM": partial(continuous, "cifar10-edm"),
+    "flow": partial(continuous, "cifar10-flow"),
     "what FID follows": partial(followed, "cifar10-sprint-20k"),
 }
 
