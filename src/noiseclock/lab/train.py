@@ -164,6 +164,7 @@ class Run:
         if shard:
             if not dist.is_initialized():
                 raise Mistake("shard spreads a model over processes, but there is only one; start it with torchrun or accelerate launch")
+            # accelerate's FSDP2 plugin calls this too, but takes no CPUs, on which tests shard a model over two processes
             for block in blocks(self.net):
                 fully_shard(block)
             fully_shard(self.net)
