@@ -149,6 +149,15 @@ def test_the_goal_is_the_best_so_far_of_the_same_seed():
     assert speed_up(training("m", 0, [9.0, 5.0]), training("uniform", 0, [9.0, 6.0, 1.0]), "frechet", 200, "images") == pytest.approx(200 / 175)
 
 
+def test_where_the_baseline_was_best_when_it_was_first_looked_at_there_is_no_speed_up():
+    """A single evaluation does not tell when either got there: a method far ahead would read 1.0, and less in time."""
+    for looked in ([5.0], [5.0, 6.0]):
+        uniform = training("uniform", 0, looked)
+        assert math.isnan(speed_up(training("m", 0, [3.0, 2.0]), uniform, "frechet", 200, "images"))
+        assert speed_up(uniform, uniform, "frechet", 200, "images") == 1.0
+        assert speed_up(training("m", 0, [7.0, 6.0]), uniform, "frechet", 200, "images") == 0
+
+
 def test_more_is_better_for_shares():
     uniform, fast = ([1 - math.exp(-r * EVERY * (i + 1)) for i in range(20)] for r in (1e-3, 2e-3))
     cells = [training("uniform", 0, uniform, metric="recall"), training("fast", 0, fast, metric="recall")]
@@ -176,10 +185,10 @@ def test_the_area_is_the_mean_factor():
 
 
 def test_time_is_compared_on_one_machine_only():
-    slow, fast = training("m", 0, [1.0], machine="slow", pace=1.0), training("uniform", 0, [1.0])
+    slow, fast = training("m", 0, [2.0, 1.0], machine="slow", pace=1.0), training("uniform", 0, [2.0, 1.0])
     assert math.isnan(overhead(slow, fast))
-    assert math.isnan(speed_up(slow, fast, "frechet", 100, "seconds"))
-    assert speed_up(slow, fast, "frechet", 100, "images") == 1.0
+    assert math.isnan(speed_up(slow, fast, "frechet", 200, "seconds"))
+    assert speed_up(slow, fast, "frechet", 200, "images") == 1.0
     results = compared([slow, fast, training("m", 1, [1.0], pace=0.02), training("uniform", 1, [1.0])])
     assert row_of(results, "m").overhead == Ratio({1: 2.0})
     assert "Trainings ran on 2 machines" in table(results, "frechet").notes[-1]

@@ -59,14 +59,16 @@ def reached(curve: Curve, along: Values, target: float, *, higher: bool = False)
 def speed_up(method: Cell, baseline: Cell, metric: str, step: int, axis: str) -> float:
     """Images or seconds (`axis`) that the baseline needed for its best value up to `step`, over those of the method; 0 if the method never got there.
 
-    The goal is the baseline's best at the same seed, not the mean over seeds, which half of the baseline's own trainings would never reach. Times
-    are compared on one machine only.
+    The goal is the baseline's best at the same seed, not the mean over seeds, which half of the baseline's own trainings would never reach. If the
+    baseline was at its best at the first evaluation, nobody knows when either got there. Times are compared on one machine only.
     """
     mine, theirs, higher = curve(method, metric), curve(baseline, metric), metric in HIGHER_IS_BETTER
     goal = theirs.best[theirs.step <= step]
     if not len(mine.step) or not len(goal) or not math.isfinite(goal[-1]) or (axis == "seconds" and not same_machine(method, baseline)):
         return math.nan
     first, second = (reached(c, getattr(c, axis), float(goal[-1]), higher=higher) for c in (theirs, mine))
+    if math.isfinite(second) and theirs.value[0] == goal[-1] and method is not baseline:
+        return math.nan
     return first / second if first > 0 and second > 0 else math.nan
 
 
