@@ -1,6 +1,7 @@
 """Networks: parameter counts of the papers, a reference implementation, labels and times that reach them."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from diffusers.models.resnet import ResnetBlock2D
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import noiseclock as nc
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.models import DIT, build, count, time_scale
-from noiseclock.lab.models.channels_last import Dropout, Normalised, Residual, SelfAttention, Times, keep_channels_last
+from noiseclock.lab.models.channels_last import Dropout, GroupNorm, Normalised, Residual, SelfAttention, Times, keep_channels_last
 
 SMALL = {
     "unet": {"channels": 16, "multipliers": (1, 2), "blocks": 1, "attention": (4,)},
@@ -417,3 +420,32 @@ def test_compiled_dropout_drops_its_share_independently_and_the_gradient_with_it
     assert torch.equal(x.grad == 0, dropped[0])
     layer.eval()
     assert torch.equal(compiled(x), x)
+
+
+@pytest.mark.slow  # half a minute of the C++ compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_a_compiled_norm_is_kept_for_the_next_process_under_what_it_computes(monkeypatch):
+    """torch passes over functions with a gradient of their own, if it is not told otherwise. A norm with another gradient is another one."""
+    backward = Normalised.backward
+
+    def twice(ctx, dy):
+        dx, *others = backward(ctx, dy)
+        return 2 * dx, *others
+
+    def compiled():
+        torch.compiler.reset()  # a new process starts without what this one has compiled
+        counters.clear()
+        layer, x = nn.GroupNorm(2, 8), noise(4, 8, 5, 5).requires_grad_()
+        layer.__class__ = GroupNorm
+        torch.compile(layer)(x).square().mul(noise(4, 8, 5, 5, seed=1)).sum().backward()
+        return x.grad, {name for name in counters["aot_autograd"] if name.startswith("autograd_cache")}
+
+    with fresh_cache():
+        first, second = compiled(), compiled()
+        monkeypatch.setattr(Normalised, "backward", staticmethod(twice))
+        changed = compiled()
+    made = {"autograd_cache_miss", "autograd_cache_saved"}
+    assert [how for _, how in (first, second, changed)] == [made, {"autograd_cache_hit"}, made]
+    assert torch.equal(first[0], second[0])
+    torch.testing.assert_close(changed[0], 2 * first[0])

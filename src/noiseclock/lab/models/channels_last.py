@@ -8,9 +8,11 @@ keep the format. Without torch.compile diffusers' own layers are faster, and are
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from diffusers import UNet2DModel
 from diffusers.models.attention_processor import Attention
@@ -51,6 +53,12 @@ class Normalised(torch.autograd.Function):
         dx = dy * (r * weight).flatten(1)[:, None] + x.to(weight.dtype) * q.expand_as(moved).flatten(1)[:, None] + (moved * q + p).flatten(1)[:, None]
         d_offset = r * weight * alone + pixels * (away * q + p)
         return dx.to(x.dtype), d_offset, _over_batch(with_u * r), _over_batch(alone), None
+
+
+# Unless told so, torch keeps no traced and differentiated graph with such a function for the next process, which then spends nearly half of its
+# compiling on doing that again. Both bodies of the function are part of the key under which the graph is kept.
+with suppress(AttributeError):  # a setting of torch's own, which a later version may not have
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def _over_batch(x: Tensor) -> Tensor:
