@@ -3,8 +3,8 @@
     python benchmarks/faces.py faces-128.tar runs/faces --minutes 25       # again to go on where it stopped
     python benchmarks/faces.py some-faces runs/look --small                # does it run? a minute on a CPU with a hundred pictures
 
-The sizes are meant for 3,000 pictures on one H200. Shared with eight other trainings, it took 3.6 minutes for the autoencoder and 3 for 2,500 updates of
-a method, of 5,000. One picture in twenty is held out.
+The sizes are meant for 3,000 pictures on one H200. On one that was shared with eight other trainings the autoencoder took 3.6 minutes, and 2,500 of
+the 5,000 updates of a method 3. One picture in twenty is held out.
 
 FID compares decoded samples with the training pictures themselves, not with decoded ones. So it contains the error of the autoencoder, which the
 first row of the table shows alone: the training pictures, encoded and decoded, against themselves. The folder gets results.json, reconstructions.png
