@@ -55,9 +55,8 @@ class Size:
     samples: int
 
 
-# Without a perceptual loss a factor of 8 blurs faces, so the factor is 4: latents of 4x32x32. An eager update of so small an autoencoder is mostly
-# launches of kernels on a large GPU, so a batch of 64 takes hardly longer than one of 32. The schedule is Stable Diffusion's, which ends at σ = 14.6:
-# latents are not clipped, and at the end of DDPM's, σ = 157, a young model's x0 is mostly error, which DDIM keeps as a wash of colour.
+# Without a perceptual loss a factor of 8 blurs faces, so the factor is 4: latents of 4x32x32. The schedule is Stable Diffusion's, which ends at
+# σ = 14.6: latents are not clipped, and at the end of DDPM's, σ = 157, a young model's x0 is mostly error, which DDIM keeps as a wash of colour.
 LATENT = {"schedule": "scaled-linear"}
 CODER = {"size": 128, "factor": 4, "batch": 64, "updates": 3000, "lr": 5e-4, "precision": "bf16"}
 LARGE = Size(CODER, {**LATENT, "updates": 5000}, every=2500, samples=5000)

@@ -22,6 +22,7 @@ RAW = PAGE.parent.parent / "benchmarks" / "results"
 STEPS = (5_000, 10_000, 20_000)
 EVALUATED = (5_000, 10_000, 15_000, 20_000)
 MEASURES = {"bits": "bits/dim", "validation": "held-out loss", "kernel": "KID", "precision": "precision", "recall": "recall"}
+USUAL = ("bits", "validation", "kernel")
 ABLATION = re.compile("(k|lam|tau|count|select)=")  # in a method's name
 
 
@@ -36,8 +37,7 @@ def sprint(folder: str) -> list[str]:
     """What was trained to the end: FID through training, and the other measures there."""
     through = [table(read(RAW / folder, at=step), "frechet") for step in STEPS]
     end = read(RAW / folder, at=STEPS[-1])
-    metrics = ("bits", "validation", "kernel")
-    measures = [table(end, metric) for metric in metrics]
+    measures = [table(end, metric) for metric in USUAL]
     rows = []
     for i, last in enumerate(through[-1].rows):
         if last.final.n:
@@ -45,7 +45,7 @@ def sprint(folder: str) -> list[str]:
             fids = [str(t.rows[i].final) for t in through]
             rows.append([f"`{last.method}`", *fids, str(in_time(end, last)), *compared, *(str(t.rows[i].final) for t in measures), str(last.final.n)])
     fids = [f"FID, {step // 1000}k" for step in STEPS]
-    return lines(["", *fids, "at equal time", "against uniform", "speed-up", *(MEASURES[metric] for metric in metrics), "seeds"], rows)
+    return lines(["", *fids, "at equal time", "against uniform", "speed-up", *(MEASURES[metric] for metric in USUAL), "seeds"], rows)
 
 
 def stopped(folder: str, *steps: int) -> list[str]:
@@ -60,7 +60,7 @@ def ablation(folder: str, method: str) -> list[str]:
     return early(folder, STEPS[:1], lambda other: other == method or (other.startswith(kind) and bool(ABLATION.search(other))))
 
 
-def early(folder: str, steps: Sequence[int], wanted: Callable[[str], bool], metrics: Sequence[str] = ("bits", "validation", "kernel")) -> list[str]:
+def early(folder: str, steps: Sequence[int], wanted: Callable[[str], bool], metrics: Sequence[str] = USUAL) -> list[str]:
     """FID at these steps, and the other measures at the last of them."""
     through = [table(read(RAW / folder, at=step), "frechet") for step in steps]
     end = read(RAW / folder, at=steps[-1])
