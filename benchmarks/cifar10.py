@@ -76,14 +76,17 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, PROBED, lrs=(0.0008,), until=5_000),
     # a third seed of the leaders
     Part(LINEAR, OURS[:2], seeds=(2,)),
-    # three schedules; on one of them other solvers too
+    # three schedules; the longest trainings first, so that all jobs end together
     Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
+    Part(
+        QUADRATIC,
+        ("uniform", "adaptive.paper", "variance-optimal", "variance-optimal+min-snr", "min-snr", *PAPERS[:3]),
+        changes={"schedule": "quadratic"},
+    ),
+    # other solvers on some of their models, after all trainings, because a solver fills any time that is left
     Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
-    Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}, until=10_000),
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
-    # what else was proposed, first to half the length
-    Part(LINEAR, OTHERS, until=10_000),
     # continuous time, briefly
     *(replace(part, until=5_000) for part in CONTINUOUS),
     # ablations: how many losses a reward is made of, and how they are chosen; SpeeD's three settings
@@ -91,10 +94,10 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, tuple(f"speed:k={k}+change-aware" for k in (1, 10, 25)), until=5_000),
     Part(LINEAR, tuple(f"speed+change-aware:lam={lam}" for lam in (0.5, 0.8, 1.0)), until=5_000),
     Part(LINEAR, tuple(f"speed:tau={tau}+change-aware" for tau in (500, 800)), until=5_000),
-    # longer, if there is time, and a third seed under min-SNR
+    # what else was proposed
     Part(LINEAR, PAPERS),
-    Part(QUADRATIC, OURS[2:] + PAPERS[:2], changes={"schedule": "quadratic"}),
     Part(LINEAR, OTHERS),
+    # longer, if there is time, and a third seed under min-SNR
     *CONTINUOUS,
     Part(LINEAR, OURS[2:], seeds=(2,)),
 ]
@@ -184,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.list:
         for part, _, cell in left(QUEUE, args.folder, args.results):
-            print(part.name, *cell, f"to {part.until:,}")
+            print(part.name, *cell, f"to {part.until:,}" + ", other solvers" * bool(part.solvers))
         return
     if args.merge:
         collect(QUEUE, args.folder, args.results)

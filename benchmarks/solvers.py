@@ -24,6 +24,7 @@ import noiseclock as nc
 from noiseclock.lab.built import sampled
 from noiseclock.lab.data import pictured
 from noiseclock.lab.evaluate import compare_images
+from noiseclock.lab.folder import records
 from noiseclock.lab.results import Cell, read
 from noiseclock.lab.trained import opened
 
@@ -41,9 +42,9 @@ def named(text: str, samples: int) -> dict[str, Any]:
 
 
 def known(folder: Path) -> list[dict[str, Any]]:
-    """The solvers that were measured on a training, with their results."""
-    path = folder / "solvers.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The solvers that were measured on a training, with their results. The first is that of its last evaluation, if that made pictures."""
+    points, rows = (list(records(folder / name)) for name in ("points.jsonl", "solvers.jsonl"))
+    return [{**point, "steps": point["solver_steps"]} for point in points[-1:] if "frechet" in point] + rows
 
 
 def missing(folder: Path, solvers: Sequence[str] = SOLVERS, samples: int = SAMPLES) -> list[dict[str, Any]]:

@@ -83,11 +83,12 @@ def solvers(folder: str) -> list[str]:
     names = {"ddim": "DDIM", "dpm++": "DPM++", "ddpm": "DDPM"}
     results, found = read(RAW / folder), {}
     for method in results.methods:
-        paths = [path for cell in results.of(method) if (path := cell.folder / "solvers.jsonl").exists()]
-        if paths:  # the first seed's
-            rows = map(json.loads, paths[0].read_text().splitlines())
-            found[method] = {(row["solver"], row["steps"], row["samples"]): row["frechet"] for row in rows}
-    columns = list(dict.fromkeys(column for row in found.values() for column in row))
+        for cell in results.of(method)[:1]:  # the first seed
+            if (path := cell.folder / "solvers.jsonl").exists():
+                end = cell.points[-1]
+                rows = [{**end, "steps": end["solver_steps"]}, *map(json.loads, path.read_text().splitlines())]
+                found[method] = {(row["solver"], row["steps"], row["samples"]): row["frechet"] for row in rows}
+    columns = sorted({column for row in found.values() for column in row}, key=lambda column: (-column[2], column))
     headings = []
     for solver, steps, n in columns:
         name, _, option = solver.partition(":sigma_max=")

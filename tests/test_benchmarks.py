@@ -201,6 +201,20 @@ def test_what_the_queue_has_trained_is_solved_in_other_ways_too(queue, tmp_path)
     assert [(row["solver"], row["samples"]) for row in solvers.known(cell)] == [("ddim", 8), ("dpm++", 8)]
 
 
+def test_the_solver_of_the_last_evaluation_is_not_measured_again(queue, tmp_path):
+    import solvers
+
+    settings = {**SMALL, "updates": 4, "solver": "ddim", "solver_steps": 2}
+    part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 4, "digits", settings, 2, 8, ("ddim:2:8", "ddim:3:8"))
+    queue["work"]([part], tmp_path, tmp_path / "known", 1, "cpu")
+    (cell,) = (tmp_path / "a" / "cells").iterdir()
+    last, measured = solvers.known(cell)
+    assert (last["step"], last["solver"], last["steps"], measured["steps"]) == (4, "ddim", 2, 3)
+    (cell / "points.jsonl").unlink()
+    solvers.measure(cell, ("ddim:2:8",), device="cpu")
+    assert solvers.known(cell)[-1]["frechet"] == last["frechet"]  # what was left out would have given the same pictures
+
+
 def test_the_queue_on_cifar10_can_be_trained_as_it_is_written(queue, capsys, tmp_path):
     queue["main"]([str(tmp_path), "--list", "--results", str(tmp_path)])
     printed = capsys.readouterr().out.splitlines()
