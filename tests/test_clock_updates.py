@@ -151,20 +151,23 @@ def test_a_step_skipped_by_a_grad_scaler_does_not_count(fused, probing):
         assert [entry[0] for entry in clock.sampler.seen] == ["before", "after", "before", "after"]
 
 
+@pytest.mark.parametrize("cleared", ["to none", "to zero", "before the backward pass"])
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_a_skipped_probe_step_is_probed_again(fused):
+def test_a_skipped_probe_step_is_probed_again(fused, cleared):
     model = Denoiser()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     clock = nc.Clock("linear", Probing()).attach(optimizer)
     for step in range(2):
         b = clock.draw(data(), predict=model)
-        scaler.scale(clock.loss(b, model(b.x_t, b.t)).mean()).backward()
-        if step == 0:
-            model.net[0].weight.grad[0, 0] = math.inf
+        loss = clock.loss(b, model(b.x_t, b.t)).mean()
+        if cleared == "before the backward pass":
+            optimizer.zero_grad()
+        scaler.scale(loss * math.inf if step == 0 else loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        if cleared != "before the backward pass":
+            optimizer.zero_grad(set_to_none=cleared == "to none")
     assert [entry[0] for entry in clock.sampler.seen] == ["before", "before", "after"]
     assert clock.sampler.seen[-1][2] is b  # the batch that the update was made of
     assert clock.updates == 1

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from noiseclock.core.directions import derivative, metric, normal, trained
+from forked import on_two
+from noiseclock.core.directions import derivative, metric, no_gradients, normal, trained
 
 
 def stepped(make, steps=3):
@@ -18,6 +20,45 @@ def stepped(make, steps=3):
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("gradient", "none"),
+    [
+        (None, True),
+        (torch.zeros(4), True),
+        (torch.tensor([1.0, math.inf, 1.0, 1.0]), True),
+        (torch.tensor([1.0, math.nan, 1.0, 1.0]), True),
+        (torch.tensor([0.0, 1e-30, 0.0, 0.0]), False),
+        (torch.full((4,), 6e4, dtype=torch.float16), False),  # whose sum is infinite in float16
+        (torch.tensor([-1.0, 1.0, 0.0, 0.0]).to_sparse(), False),
+        (torch.zeros(4).to_sparse(), True),
+    ],
+)
+def test_an_optimiser_without_gradients(gradient, none):
+    weight, unused = (nn.Parameter(torch.zeros(4, dtype=torch.float32 if gradient is None else gradient.dtype)) for _ in range(2))
+    weight.grad = gradient
+    assert no_gradients(torch.optim.SGD([{"params": [unused]}, {"params": [weight]}], lr=0.1), torch.device("cpu")) == none
+
+
+def _answer(rank: int, port: int, gradients, results) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for number, pair in enumerate(gradients):
+            weight.grad = None if pair[rank] is None else torch.tensor([pair[rank]])
+            results[rank, number] = no_gradients(optimizer, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks_agree_on_whether_there_are_gradients(free_port):
+    """Before gradients are averaged, one rank alone may have an infinite one; of a sharded model, one may hold zeros only."""
+    gradients = [(1.0, math.inf), (0.0, 1.0), (None, 1.0), (None, 0.0), (-1.0, 1.0)]
+    found = on_two(_answer, free_port, gradients)
+    for rank in (0, 1):
+        assert [found[rank, number] for number in range(5)] == [True, False, False, True, False]
 
 
 def test_the_metric_of_adam_is_what_it_divides_by():

@@ -23,7 +23,7 @@ from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import brief, choose, take_whole, told_apart, without_address
-from noiseclock.core.directions import unwrapped
+from noiseclock.core.directions import no_gradients, unwrapped
 from noiseclock.core.eager import eager
 from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective, squared_error
@@ -405,17 +405,14 @@ class Clock:
                 f"{PATIENCE} batches were drawn and no optimiser update was seen, so the density of {type(self.sampler).__name__} does not change; "
                 "call clock.attach(optimizer), or clock.updated() after each update"
             )
-        if self._paired and self._step_began is None and self._without_gradients():
+        # The probe's batch contributes nothing to the coming update: a GradScaler has skipped its step, for which there is no other sign unless the
+        # optimiser is fused. Otherwise this is one more batch of the same update.
+        if self._paired and self._step_began is None and self.optimizer is not None and no_gradients(self.optimizer, x0.device):
             self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
                 raise ValueError(f"{type(self.sampler).__name__} probes the model: pass it as clock.draw(x0, predict=model)")
             self.probe(x0, predict, cond)
-
-    def _without_gradients(self) -> bool:
-        """Are there no gradients, so that no earlier batch contributes to the coming update? Then a GradScaler has skipped the step that a probe
-        waits for; there is no other sign of it unless the optimiser is fused. That probe is discarded."""
-        return self.optimizer is not None and all(p.grad is None for group in self.optimizer.param_groups for p in group["params"])
 
     # --- plots --------------------------------------------------------------------------------------------------------------------------
 

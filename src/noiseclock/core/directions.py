@@ -9,6 +9,7 @@ The metric: an optimiser's update is -P·gradient, P diagonal. With ξ ~ N(0, I)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -45,6 +46,16 @@ def unwrapped(optimizer: Any) -> Any:
 def stands_still(optimizer: Any) -> bool:
     """Is the learning rate 0, as at the start of a warm-up, so that there is no metric?"""
     return optimizer is not None and all(not isinstance(lr := group.get("lr"), Tensor) and lr == 0 for group in optimizer.param_groups)
+
+
+def no_gradients(optimizer: Any, device: torch.device) -> bool:
+    """Has the optimiser nothing to make a step of: no gradients, only zeros, or some that are not finite?
+
+    Waits for the device. All ranks must ask, and get the same answer: a rank that probed the model alone would wait for the others forever.
+    """
+    grads = [local(p.grad.detach()) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    sizes = [grad.abs().sum(dtype=torch.float32).to(device) for grad in grads]  # float16 would overflow
+    return not 0 < float(ranks.total(sum(sizes, torch.zeros((), dtype=torch.float32, device=device)))) < math.inf
 
 
 def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor | float], str]:

@@ -103,9 +103,8 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # the Callback classes of z
         self.optimizer, self.curves_every = optimizer, curves_every
         take_whole(self, "curves_every", least=0)
         self._clock: Clock | None = None
-        self._restored = self._stepped = False
+        self._restored = False
         self._logged, self._tracked = 0, 0  # the last step that was checked for logging, and the last step whose curves were logged
-        self._hook: Any = None
         self._learned: list[Tensor] = []  # the weighting's parameters, if it is not a submodule of the module
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -127,9 +126,7 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # the Callback classes of z
                 "[*self.parameters(), *self.clock.weighting.parameters()]"
             )
         self._logged = self._tracked = trainer.global_step
-        optimizer = self._chosen(trainer.optimizers)
-        pl_module.clock.attach(optimizer)
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        pl_module.clock.attach(self._chosen(trainer.optimizers))
 
     def _chosen(self, optimizers: list[Any]) -> Any:
         if self.optimizer is None and len(optimizers) == 1:
@@ -140,25 +137,14 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # the Callback classes of z
 
     # --- updates ------------------------------------------------------------------------------------------------------------------------
 
-    def _after_step(self, *_: Any) -> None:
-        self._stepped = True
-
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         # DDP averages the module's gradients only. This hook runs before a GradScaler checks for infinite gradients, so all processes skip the same
         # steps. Averaging after each micro-batch is as good as after the last: what was averaged before does not change.
         average_([p.grad for p in self._learned if p.grad is not None])
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if micro_batch(trainer, batch_idx)[0] == 0:
-            self._stepped = False
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         i, parts = micro_batch(trainer, batch_idx)
-        if i < parts - 1:
-            return
-        if pl_module.automatic_optimization and not self._stepped:
-            pl_module.clock.updated(skipped=True)  # by a GradScaler, so no hook ran; a pending probe must not wait for another batch
-        if trainer.is_global_zero:
+        if i == parts - 1 and trainer.is_global_zero:
             self._log(trainer, pl_module.clock)
 
     # --- logging ------------------------------------------------------------------------------------------------------------------------
@@ -181,7 +167,6 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # the Callback classes of z
             track(logger, clock, trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._hook.remove()
         if self.curves_every and trainer.is_global_zero and trainer.global_step > self._tracked:
             self._track(trainer, pl_module.clock)
 
