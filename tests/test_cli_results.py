@@ -95,7 +95,7 @@ def test_two_methods_that_train_alike_do_not_differ(done):
 def test_machines_share_a_comparison_and_its_parts_are_merged(done, capsys, tmp_path):
     whole, _ = done
     for i in (1, 2):
-        said(capsys, *comparison(tmp_path / f"{i}", *SAMPLERS, "--shard", f"{i}/2"))
+        said(capsys, *comparison(tmp_path / f"{i}", *SAMPLERS, "--part", f"{i}/2"))
         assert len(list((tmp_path / f"{i}" / "cells").iterdir())) == 3
     begin(SMALL, tmp_path / "idle", "cpu")  # a machine that was stopped before its first training
     before = content(tmp_path / "1")
@@ -184,9 +184,9 @@ MISTAKES = {
     "compare digits --samplers speed:q=3": "takes no option 'q'",
     "compare digits --lr 1e-3 0.001": "noiseclock: the lrs of a comparison must differ, got 0.001, 0.001\n",
     "compare digits --lr -1": "noiseclock: lr must be positive, got -1.0\n",
-    "compare digits --shard 3/2": "noiseclock: --shard must be i/n with 1 <= i <= n, got '3/2'\n",
-    "compare digits --shard x": "noiseclock: --shard must be i/n with 1 <= i <= n, got 'x'\n",
-    "compare digits --shard 0/2 --merge somewhere": "--shard must be i/n",
+    "compare digits --part 3/2": "noiseclock: --part must be i/n with 1 <= i <= n, got '3/2'\n",
+    "compare digits --part x": "noiseclock: --part must be i/n with 1 <= i <= n, got 'x'\n",
+    "compare digits --part 0/2 --merge somewhere": "--part must be i/n",
     "compare digits --seeds 0": "noiseclock: a comparison needs at least one seed and one job, got 0 and 1\n",
     "compare digits --jobs 0": "noiseclock: a comparison needs at least one seed and one job, got 3 and 0\n",
     "compare digits --every 3": "noiseclock: every must divide the 2000 updates, so that the last one is evaluated, got 3\n",

@@ -273,10 +273,10 @@ def test_a_cell_that_someone_else_runs_is_left_to_them(tmp_path):
     assert all(cell.finished for cell in read(tmp_path).cells)
 
 
-def test_shards_run_every_cell_once_and_merge(tmp_path):
+def test_parts_run_every_cell_once_and_merge(tmp_path):
     small = plan(samples=0, vlb_images=0)
     parts = [tmp_path / "a", tmp_path / "b"]
-    ran = [list(finished(compare(small, part, shard=(i, 2), device="cpu"))) for i, part in enumerate(parts)]
+    ran = [list(finished(compare(small, folder, part=(i, 2), device="cpu"))) for i, folder in enumerate(parts)]
     assert sorted(ran[0] + ran[1]) == sorted(small.cells())
     assert merge(small, tmp_path / "all", parts) == 4
     assert merge(small, tmp_path / "all", parts) == 0  # again changes nothing
@@ -284,7 +284,7 @@ def test_shards_run_every_cell_once_and_merge(tmp_path):
     assert found.problems == []
     assert len(found.cells) == 4
     other = plan(samples=0, vlb_images=9)
-    list(compare(other, tmp_path / "c", shard=(3, 4), device="cpu"))
+    list(compare(other, tmp_path / "c", part=(3, 4), device="cpu"))
     with pytest.raises(Mistake, match="c holds another comparison"):
         merge(small, tmp_path / "all", [tmp_path / "c"])
     with pytest.raises(Mistake, match="holds no comparison"):

@@ -49,7 +49,7 @@ class Compare:
     """folder of the results; results/RECIPE unless given"""
     jobs: int = 1
     """trainings in parallel, which share the CPU cores; faster for small networks"""
-    shard: str = "1/1"
+    part: str = "1/1"
     """i/n: this is the i-th of n machines, and takes every n-th training"""
     merge: tuple[str, ...] = ()
     """results folders of other machines, to copy into this one first"""
@@ -94,11 +94,11 @@ def compare(argv: list[str]) -> int:
                 f"--{name.replace('_', '-')} cannot be given, because a comparison sets it for each training; see noiseclock compare --help"
             )
     folder = Path(options.out or f"results/{options.recipe}")
-    plan, shard, device = _plan(options, base), _shard(options.shard), check_device(options.device)
+    plan, part, device = _plan(options, base), _part(options.part), check_device(options.device)
     if options.merge:
         console.print(f"{merge(plan, folder, options.merge, until=options.until)} trainings copied into {folder}")
-    events = by_workers(plan, folder, options.jobs, shard=shard, device=device, until=options.until)
-    useful = _followed(events, options.until or plan.base.updates, len(plan.cells()[shard[0] :: shard[1]]))
+    events = by_workers(plan, folder, options.jobs, part=part, device=device, until=options.until)
+    useful = _followed(events, options.until or plan.base.updates, len(plan.cells()[part[0] :: part[1]]))
     _summary(folder, options.until)
     return 0 if useful else 1
 
@@ -116,15 +116,15 @@ def _plan(options: Compare, base: Any) -> Plan:
     )  # fmt: skip
 
 
-def _shard(text: str) -> tuple[int, int]:
+def _part(text: str) -> tuple[int, int]:
     number, slash, of = text.partition("/")
     if not (slash and number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
-        raise Mistake(f"--shard must be i/n with 1 <= i <= n, got {text!r}")
+        raise Mistake(f"--part must be i/n with 1 <= i <= n, got {text!r}")
     return int(number) - 1, int(of)
 
 
 def _followed(events: Iterable[Event], updates: int, cells: int) -> bool:
-    """Show the progress of a comparison, or of this machine's shard. False if trainings failed and none finished."""
+    """Show the progress of a comparison, or of this machine's part. False if trainings failed and none finished."""
     reached: dict[Any, int] = {}
     failed = False
     finished = set()  # a set, not a count: every worker reports a finished cell

@@ -140,17 +140,17 @@ class Event(NamedTuple):
 
 
 def compare(
-    plan: Plan, folder: str | Path, *, shard: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
+    plan: Plan, folder: str | Path, *, part: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
 ) -> Iterator[Event]:
     """Run every cell that is not finished and that no other process is running; yields an Event for all that happens.
 
-    shard: (i, n) takes every n-th cell only, for machines that share no disk; `merge` joins their folders afterwards. until: stop each cell after
+    part: (i, n) takes every n-th cell only, for machines that share no disk; `merge` joins their folders afterwards. until: stop each cell after
     the evaluation at that update. To continue the promising methods, call it again with these, without `until` or with a later one.
     """
     folder, until = Path(folder), _until(plan, until)
     begin(plan, folder, device)
     with listening() as wish:  # for a signal that comes when a cell's training has ended and no longer reacts to it
-        for cell in plan.cells()[shard[0] :: shard[1]]:
+        for cell in plan.cells()[part[0] :: part[1]]:
             try:
                 with lock(folder / "locks" / cell.slug):
                     yield from run(plan, cell, folder / "cells" / cell.slug, device, until)
@@ -171,18 +171,18 @@ def _until(plan: Plan, until: int | None) -> int:
 
 
 def by_workers(
-    plan: Plan, folder: str | Path, jobs: int, *, shard: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
+    plan: Plan, folder: str | Path, jobs: int, *, part: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
 ) -> Iterator[Event]:
     """`compare` with `jobs` parallel processes, which share the CPU cores: a small network does not use more than one core well."""
     if jobs == 1:
-        yield from compare(plan, folder, shard=shard, device=device, until=until)
+        yield from compare(plan, folder, part=part, device=device, until=until)
         return
     _until(plan, until)
     begin(plan, Path(folder), device)
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
     threads = max(cpus() // jobs, 1)
-    workers = [context.Process(target=_work, args=(events, threads, plan, folder, shard, device, until)) for _ in range(jobs)]
+    workers = [context.Process(target=_work, args=(events, threads, plan, folder, part, device, until)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     with ExitStack() as stack:
@@ -217,12 +217,12 @@ def _end(workers: Sequence[Any]) -> None:
         worker.join()
 
 
-def _work(events: Any, threads: int, plan: Plan, folder: Path, shard: tuple[int, int], device: str | None, until: int | None) -> None:
+def _work(events: Any, threads: int, plan: Plan, folder: Path, part: tuple[int, int], device: str | None, until: int | None) -> None:
     torch.set_num_threads(threads)
     threading.Thread(target=_outlived, daemon=True).start()
     warnings.showwarning = lambda message, *_: events.put(UserWarning(str(message)))  # only the parent process writes to the terminal
     try:
-        for event in compare(plan, folder, shard=shard, device=device, until=until):
+        for event in compare(plan, folder, part=part, device=device, until=until):
             events.put(event)
         events.put(None)
     except (Mistake, Failure) as error:
