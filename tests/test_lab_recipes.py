@@ -10,7 +10,7 @@ from hypothesis import given, settings as how, strategies as st
 
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.loss_based import LossSecondMoment
-from noiseclock.core.names import SAMPLERS
+from noiseclock.core.names import SAMPLERS, SHORT
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.schedules import Schedule
 from noiseclock.core.uncertainty import Uncertainty
@@ -229,7 +229,7 @@ def test_every_sampler_of_the_library_can_be_named(name):
     assert isinstance(replace(recipe("digits"), sampler=name + inner).clock().sampler, SAMPLERS[name])
 
 
-known = [*SAMPLERS, *wording.SHORT, *wording._WEIGHTINGS, *wording._SCHEDULES]
+known = [*SAMPLERS, *SHORT, *wording._WEIGHTINGS, *wording._SCHEDULES]
 options = ["k", "tau", "variant", "sampler", "other", "weighting", "gamma", "normalize", "floor", "every", "bins", "lo", "hi", "std"]
 options += ["schedule"]
 numbers = ["0", "-1", "3", "0.5", "nan", "inf", "1e400", "true", "auto", "uniform", "min-snr", "speed", "", "a=b", "é"]

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import noiseclock as nc
 from noiseclock.core.contract import PROMISES
+from noiseclock.core.names import SHORT
 from noiseclock.core.samplers import Cells
 
 T = 1000
@@ -365,6 +366,23 @@ def test_annealed_goes_from_one_to_the_other():
     assert densities == [0, 0, pytest.approx(0.5), 1, 1]
 
 
+PYTHON = {
+    "lsm": nc.LossSecondMoment,
+    "adaptive.paper": nc.Adaptive.paper,
+    "adaptive.scaled": nc.Adaptive.scaled,
+    "adaptive.released": nc.Adaptive.released,
+    "adaptive.cheap": nc.Adaptive.cheap,
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_name_means_what_it_does_in_python(name):
+    """With its options, and with one of its own replaced; a name that results tables show makes a clock."""
+    for options in ({}, {"floor": 0.3}):
+        assert repr(nc.sampler(name, **options)) == repr(PYTHON[name](**options))
+    assert repr(nc.Clock("linear", sampler=name)) == repr(nc.Clock("linear", PYTHON[name]()))
+
+
 @dataclass
 class NotADensity:
     x: int = 0
@@ -373,7 +391,8 @@ class NotADensity:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: nc.sampler("unifrom"), ValueError, "unknown sampler 'unifrom'; known: adaptive, annealed, beta, cosmap"),
+        (lambda: nc.sampler("unifrom"), ValueError, "unknown sampler 'unifrom'; known: adaptive, adaptive.cheap, .*, lsm, "),
+        (lambda: nc.sampler("lsm", k=3), TypeError, "sampler 'loss-second-moment' takes no option 'k'; allowed: bins, "),
         (lambda: nc.sampler("speed", kk=3), TypeError, "takes no option 'kk'; allowed: k, tau, variant, schedule"),
         (lambda: nc.sampler(3), TypeError, "got int"),
         (lambda: nc.LogitNormal(std=0.0), ValueError, "LogitNormal: std must be positive, got 0"),

@@ -54,13 +54,25 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "annealed": Annealed,
 }
 
+# short names, as results have them: a name of SAMPLERS, and options that others given with it replace
+SHORT: dict[str, tuple[str, dict[str, Any]]] = {
+    "lsm": ("loss-second-moment", {}),
+    "adaptive.paper": ("adaptive", {"variant": "paper"}),
+    "adaptive.scaled": ("adaptive", {"variant": "scaled", "floor": 0.05}),
+    "adaptive.released": ("adaptive", {"variant": "released"}),
+    "adaptive.cheap": ("adaptive", {"every": 160, "stride": 10}),
+}
+
 
 def sampler(name: str | Sampler, **options: Any) -> Sampler:
-    """The sampler called `name`, with its options.
+    """The sampler called `name`, with its options. Short names: lsm for loss-second-moment; adaptive.scaled and others for variants of Adaptive.
 
     >>> sampler("speed", k=3.0)
     SpeeD(k=3.0, tau='auto', variant='paper', schedule=None)
     """
+    if isinstance(name, str) and choose("sampler", name, [*SAMPLERS, *SHORT]) in SHORT:
+        name, usual = SHORT[name]
+        options = {**usual, **options}
     return resolve("sampler", name, Sampler, SAMPLERS, options)
 
 

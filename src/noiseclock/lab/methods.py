@@ -3,7 +3,7 @@
     uniform                  min-snr                  speed:k=5,tau=641
     adaptive+min-snr         speed+change-aware       lsm@importance
 
-Samplers may be shorthands (`lab/wording.py`). log-normal means what the papers mean by it: EDM's density on the edm schedule, and the adaptive
+Samplers may have short names (`core/names.py`). log-normal means what the papers mean by it: EDM's density on the edm schedule, and the adaptive
 paper's, which is `logit-normal`, on all others. (`noiseclock train --sampler log-normal` is EDM's density on every schedule.)
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from noiseclock.core.names import SAMPLERS
+from noiseclock.core.names import SAMPLERS, SHORT
 from noiseclock.core.weightings import WEIGHTINGS
 from noiseclock.lab import wording
 from noiseclock.lab.errors import Mistake, choose
@@ -33,7 +33,7 @@ def applied(text: str, recipe: Recipe) -> Recipe:
     for part in body.split("+"):
         words = wording.written_out(part)
         name, colon, given = words.partition(":")
-        choose("method", name, [*SAMPLERS, *WEIGHTINGS, *wording.SHORT])
+        choose("method", name, [*SAMPLERS, *WEIGHTINGS, *SHORT])
         kind = "sampler" if name in SAMPLERS else "weighting"
         if kind in named:
             raise Mistake(f"the method {text!r} names two {kind}s; one of each at most")

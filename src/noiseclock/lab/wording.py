@@ -3,7 +3,7 @@ a sampler has learned.
 
 speed:k=5,tau=641      adaptive:every=160,stride=10      shifted:sampler=logit-normal,k=3      scaled-linear:beta_end=0.0195
 
-Short names of samplers: lsm for loss-second-moment; adaptive.paper, adaptive.scaled, adaptive.released and adaptive.cheap as in Python.
+Samplers have short names too (`core/names.py`): lsm, adaptive.scaled and others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from noiseclock.core.adaptive import Adaptive
 from noiseclock.core.checks import resolve
 from noiseclock.core.learned import LearnedDensity
-from noiseclock.core.names import SAMPLERS, SCHEDULES
+from noiseclock.core.names import SAMPLERS, SCHEDULES, SHORT
 from noiseclock.core.objectives import OBJECTIVES, Objective
 from noiseclock.core.samplers import Sampler
 from noiseclock.core.schedules import Schedule
@@ -30,14 +30,6 @@ Made = TypeVar("Made")
 # a list of betas cannot be written here; Uncertainty can, because the trainer, unlike a Clock, optimises its parameters
 _SCHEDULES = {name: make for name, make in SCHEDULES.items() if name != "betas"}
 _WEIGHTINGS: dict[str, Callable[..., Weighting]] = {**WEIGHTINGS, "uncertainty": Uncertainty}
-
-SHORT = {
-    "lsm": "loss-second-moment",
-    "adaptive.paper": "adaptive:variant=paper",
-    "adaptive.scaled": "adaptive:variant=scaled,floor=0.05",
-    "adaptive.released": "adaptive:variant=released",
-    "adaptive.cheap": "adaptive:every=160,stride=10",
-}
 
 
 def sampler(text: str) -> Sampler:
@@ -59,9 +51,9 @@ def written_out(text: str) -> str:
     name, colon, given = text.partition(":")
     if name not in SHORT:
         return text
-    name, _, usual = SHORT[name].partition(":")
+    name, usual = SHORT[name]
     asked = split(text)[1]
-    options = [option for option in usual.split(",") if option and option.partition("=")[0] not in asked] + [given] * bool(colon)
+    options = [f"{option}={value}" for option, value in usual.items() if option not in asked] + [given] * bool(colon)
     return name + ":" * bool(options) + ",".join(options)
 
 
