@@ -55,9 +55,10 @@ def stopped(folder: str, *steps: int) -> list[str]:
 
 
 def ablation(folder: str, method: str) -> list[str]:
-    """A method with each of its settings that was tried, at the first evaluation."""
+    """A method with each of its settings that was tried, in the order of their names, at the first evaluation."""
     kind = method.partition("+")[0]
-    return early(folder, STEPS[:1], lambda other: other == method or (other.startswith(kind) and bool(ABLATION.search(other))))
+    heading, rule, *rows = early(folder, STEPS[:1], lambda other: other == method or (other.startswith(kind) and bool(ABLATION.search(other))))
+    return [heading, rule, *sorted(rows, key=lambda row: row.split("`")[1])]
 
 
 def early(folder: str, steps: Sequence[int], wanted: Callable[[str], bool], metrics: Sequence[str] = USUAL) -> list[str]:
@@ -165,6 +166,7 @@ TABLES = {
     "cosine, stopped": partial(stopped, "cifar10-sprint-cosine", *EVALUATED[:3]),
     "starts": partial(starts, "cifar10-sprint-cosine"),
     "solvers": partial(solvers, "cifar10-sprint-cosine"),
+    "quadratic": partial(early, "cifar10-sprint-quadratic", STEPS[:2], lambda method: True),
     "independent": independent,
     "EDM": partial(continuous, "cifar10-edm"),
     "flow": partial(continuous, "cifar10-flow"),
