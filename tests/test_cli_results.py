@@ -390,6 +390,9 @@ def test_reports_go_where_they_are_asked_for(done, capsys, tmp_path):
     figures = list((tmp_path / "figures").glob("*.png"))
     assert figures
     assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in figures)
+    methods = read(folder).methods[::-1]
+    assert said(capsys, "report", str(folder), "--format", "markdown", "--out", "some.md", "--methods", *methods) == "written to some.md\n"
+    assert f"against {methods[0]}" in (tmp_path / "some.md").read_text()
     assert said(capsys, "report", str(folder), "--at", "5", status=2) == f"noiseclock: no training in {folder} was evaluated at update 5\n"
 
 

@@ -465,6 +465,8 @@ def test_write(made_up, tmp_path):
         report.write(tmp_path / "nowhere")
     with pytest.raises(Mistake, match=r"unknown format 'htm'.*did you mean html"):
         report.write(made_up, format="htm")
+    with pytest.raises(Mistake, match="must not replace the one on all; say with --out"):
+        report.write(made_up, methods=("uniform",))
     with pytest.raises(Failure, match="could not be written"):
         report.write(made_up, tmp_path)  # a folder
     assert not list(tmp_path.parent.glob(".*.tmp"))

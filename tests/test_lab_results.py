@@ -13,6 +13,7 @@ from PIL import Image
 
 import made_up_results
 from noiseclock.lab import results
+from noiseclock.lab.errors import Mistake
 from noiseclock.lab.folder import write_json
 from noiseclock.lab.report_markdown import facts
 from noiseclock.lab.results import CURVES, METRICS, NUMBERS, WORDS, Results, read
@@ -65,6 +66,20 @@ def test_the_order_is_the_baseline_then_that_of_the_config(tmp_path):
     found = read(made_up_results.write(tmp_path, ["b", "a", "uniform"], [0], updates=250, pictures=False))
     assert found.methods == ["uniform", "b", "a"]
     assert Results({}, found.cells, []).methods == ["uniform", "a", "b"]  # without a config: by name
+
+
+def test_some_methods_are_read_as_if_there_were_no_others_and_the_first_is_the_baseline(tmp_path):
+    """Against another baseline the difference is the negative one, taken seed by seed as before."""
+    folder = made_up_results.write(tmp_path / "results", ["uniform", "a", "b"], [0, 1, 2], updates=250, pictures=False)
+    shutil.rmtree(cell_of(folder, 1, "b"))
+    (folder / "costs.json").write_text('{"milliseconds": {"uniform": 10, "a": 12.5}}')
+    assert [problem.split()[0] for problem in read(folder).problems] == ["costs.json", "1"]  # both about b
+    some = read(folder, methods=("a", "uniform"))
+    assert (some.problems, some.baseline, some.methods) == ([], "a", ["a", "uniform"])
+    back, there = (table(found, "frechet").rows[1].difference for found in (some, read(folder, methods=("uniform", "a"))))
+    assert [back.mean, *back.interval] == pytest.approx([-there.mean, *(-end for end in reversed(there.interval))])
+    with pytest.raises(Mistake, match=r"unknown method 'aa' \(did you mean a\?\); known: uniform, a, b"):
+        read(folder, methods=("uniform", "aa"))
 
 
 def test_the_common_learning_rate_is_the_recipe_s_then_the_first_then_the_smallest(tmp_path):

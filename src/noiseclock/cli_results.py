@@ -68,6 +68,8 @@ class Report:
     """html, markdown or png"""
     at: int | None = None
     """report the results at this update, also for trainings stopped there; the last update that all have reached unless given"""
+    methods: tuple[str, ...] = ()
+    """these methods alone, compared with the first of them; all unless given"""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def report(argv: list[str]) -> int:
     options = parsed(Report, argv, "noiseclock report")
     from noiseclock.lab.report import write
 
-    console.print(f"written to {write(options.results, options.out, format=options.format, at=options.at)}")
+    console.print(f"written to {write(options.results, options.out, format=options.format, at=options.at, methods=options.methods)}")
     return 0
 
 

@@ -3,6 +3,7 @@
     write("results/digits")                      # results/digits/report.html
     write("results/digits", format="markdown")   # results/digits/report.md
     write("results/digits", format="png")        # results/digits/figures/
+    write("results/digits", "min-snr.html", methods=("min-snr", "variance-optimal+min-snr"))
 
 It reads result files and nothing else. A report names what is missing or damaged in them, and shows the rest.
 """
@@ -10,6 +11,7 @@ It reads result files and nothing else. A report names what is missing or damage
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from noiseclock.lab.errors import Failure, Mistake, choose
@@ -23,8 +25,11 @@ __all__ = ["figures", "markdown", "page", "write"]
 FORMATS = {"html": "report.html", "markdown": "report.md", "png": "figures"}
 
 
-def write(folder: str | Path, out: str | Path | None = None, *, format: str = "html", at: int | None = None) -> Path:
-    """Write the report on a folder of results, into that folder unless `out` is given, and return its path. at: results as of that update."""
+def write(folder: str | Path, out: str | Path | None = None, *, format: str = "html", at: int | None = None, methods: Sequence[str] = ()) -> Path:
+    """Write the report on a folder of results, into that folder unless `out` is given, and return its path.
+
+    at: results as of that update. methods: of these methods alone, compared with the first; `out` must be given.
+    """
     folder = Path(folder)
     choose("format", format, FORMATS)
     if not folder.is_dir():
@@ -34,7 +39,9 @@ def write(folder: str | Path, out: str | Path | None = None, *, format: str = "h
             f"{folder} holds no comparison; give the folder that `noiseclock compare` has written, and look at a single training with "
             "`noiseclock evaluate` or `noiseclock watch`"
         )
-    results = read(folder, at=at)
+    if methods and not out:
+        raise Mistake("a report on some methods must not replace the one on all; say with --out where to write it")
+    results = read(folder, at=at, methods=methods)
     if at is not None and not any(cell.finished for cell in results.cells):
         raise Mistake(f"no training in {folder} was evaluated at update {at:,}")
     path = Path(out) if out else folder / FORMATS[format]

@@ -26,6 +26,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from noiseclock.lab.errors import choose
+
 VERSION = 1
 METRICS = ("frechet", "kernel", "validation", "bits", "precision", "recall")
 NUMBERS = (*METRICS, "images", "seconds", "samples", "solver_steps", "loss", "weighted", "norm", "lr", "skipped")
@@ -119,13 +121,21 @@ class Results:
         return sorted(found, key=lambda cell: (cell.lr, cell.seed))
 
 
-def read(folder: str | Path, *, at: int | None = None) -> Results:
-    """What a comparison has written so far. at: as if it had ended at that update; a training that was evaluated there counts as finished."""
+def read(folder: str | Path, *, at: int | None = None, methods: Sequence[str] = ()) -> Results:
+    """What a comparison has written so far.
+
+    at: as if it had ended at that update; a training that was evaluated there counts as finished. methods: as if it had been of these alone, the
+    first of which is the baseline; a Mistake if it has none of that name.
+    """
     folder = Path(folder)
     problems: list[str] = []
     config = _config(folder / "compare.json", problems)
     cells = [cell for path in _inside(folder / "cells") if (cell := _cell(path, problems))]
     cells = _once_each(cells, problems)
+    if methods:
+        there = Results(config, cells, problems).methods
+        config = {**config, "methods": [choose("method", method, there) for method in methods], "baseline": methods[0]}
+        cells = [cell for cell in cells if cell.method in methods]
     if (folder / "costs.json").exists():
         costs = _costs(folder / "costs.json", cells, problems)
         cells = [_timed(cell, costs.get(cell.method)) for cell in cells]
