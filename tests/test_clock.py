@@ -224,6 +224,9 @@ def test_auto_follows_the_sampler():
     assert np.allclose(shifted.plot_data().effective, shifted.plot_data().p)  # what a user who shifts means to train
     assert nc.Clock("linear", Corrects()).corrected
     assert nc.Clock("linear", nc.Mixture(Corrects())).corrected
+    assert nc.Clock("linear", nc.Mixture(nc.SpeeD(), Corrects())).corrected
+    assert nc.Clock("linear", nc.Annealed(nc.Uniform(), nc.VarianceOptimal())).corrected  # uniform first, then the learned one
+    assert not nc.Clock("linear", nc.Annealed(nc.SpeeD(), nc.Uniform())).corrected
     assert not nc.Clock("linear", Corrects(), correct="none").corrected
     assert nc.Clock("linear", "speed", correct="importance").corrected
 

@@ -161,7 +161,8 @@ class Blend(Sampler):
 
     @property
     def corrects(self) -> bool:
-        return self.sampler.corrects
+        # either: a density that is optimal for a corrected loss would change the objective without correction, whichever part it is
+        return any(part.corrects for part in self._parts)
 
     @property
     def every(self) -> int:  # type: ignore[override]  # a plain number in other samplers
