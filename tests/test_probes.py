@@ -231,6 +231,36 @@ def test_a_probe_runs_in_the_precision_of_training():
     assert set(dtypes[4:]) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", ["variance-optimal", "lookahead", "adaptive", "gradient-variance"])
+def test_float32_layers_are_probed_with_half_precision_latents_and_embeddings(name, inside, dtype):
+    """Autocast converts them in training, and stored latents and embeddings often are half precision; a probe may run without autocast."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.embed = nn.Conv1d(1, 1, 3, padding=1), nn.Linear(4, 2)
+
+        def forward(self, x, t, text, pooled):
+            return self.conv(x[:, None])[:, 0] + self.embed(text) + self.embed(pooled["mean"])
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.sampler(name, every=1)).attach(optimizer)
+    start = clock.sampler.state_dict()
+    for _ in range(2):
+        text = torch.randn(16, 4).to(dtype)
+        with torch.autocast("cpu", dtype=dtype, enabled=inside):
+            b = clock.draw(data(16).to(dtype), predict=model, cond={"text": text, "pooled": {"mean": text}})
+        with torch.autocast("cpu", dtype=dtype):
+            loss = clock.loss(b, model(b.x_t, b.t, **b.cond)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert str(clock.sampler.state_dict()) != str(start)  # it has learned something
+
+
 def test_probes_of_many_times_come_in_chunks_of_the_batch():
     shapes = []
 

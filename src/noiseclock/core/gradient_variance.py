@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from noiseclock.core import ranks
-from noiseclock.core.batch import Batch, Predict, at_least_float32, call, noised
+from noiseclock.core.batch import Batch, Predict, at_least_float32, call
 from noiseclock.core.checks import take_whole
 from noiseclock.core.directions import gradients, trained
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import between_known
 from noiseclock.core.objectives import squared_error
-from noiseclock.core.probes import Probe, take_rows, uncached, undisturbed
+from noiseclock.core.probes import Probe, uncached, undisturbed
 from noiseclock.core.table import wide
 
 
@@ -147,19 +147,18 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
         for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
             # every time gets other samples and, shifted by i, other noises for them; no half holds a sample or a noise twice
             chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows
-            g, h = (_gradient(probe, predict, parameters, t.expand(half), part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))
+            halves = ((part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))
+            g, h = (_gradient(predict, parameters, *probe.inputs(t.expand(half), *of, autocast)) for of in halves)
             apart = sum((_whole((a - b).square().sum(dtype=wide(t.device))) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
             along = sum((_whole((a * b).sum(dtype=wide(t.device))) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))
             found.append(torch.stack([m * apart / 2, m * apart / 2 + along]))
     return torch.stack(found, 1)
 
 
-def _gradient(probe: Probe, predict: Predict, parameters: list[nn.Parameter], time: Tensor, rows: Tensor, noise_rows: Tensor) -> list[Tensor]:
+def _gradient(predict: Predict, parameters: list[nn.Parameter], x_t: Tensor, t: Tensor, cond: Any, target: Tensor) -> list[Tensor]:
     """The gradient of the mean loss of some samples, float32 at least."""
-    x_t, target = noised(probe.schedule, probe.objective, probe.x0[rows], probe.noise[noise_rows], time)
-    cond = take_rows(probe.cond, rows, len(probe.x0))
     with torch.enable_grad():
-        loss = squared_error(call(predict, x_t, probe.schedule.condition(time), cond), target).mean()
+        loss = squared_error(call(predict, x_t, t, cond), target).mean()
         if not loss.requires_grad:
             raise ValueError("the loss depends on no trained parameter")
         return [g.to(at_least_float32(g)) for g in gradients(loss, parameters)]

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from noiseclock.core import ranks
-from noiseclock.core.batch import Predict, call, noised
+from noiseclock.core.batch import Predict, call
 from noiseclock.core.checks import resolve, take_finite
 from noiseclock.core.directions import derivative, gradients, local, scaled, sharded, trained
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import Priced, evenly
-from noiseclock.core.probes import Probe, full_precision, take_rows, undisturbed
+from noiseclock.core.probes import Probe, full_precision, undisturbed
 from noiseclock.core.samplers import Setting
 from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
 
@@ -74,9 +74,7 @@ def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, tim
     with undisturbed(probe.modules, probe.x0.device), full_precision(probe.modules, probe.x0.device):
         for start in range(0, len(rows), probe.rows):
             chosen, at = rows[start : start + probe.rows], time[start : start + probe.rows]
-            x_t, wanted = noised(probe.schedule, probe.objective, probe.x0[chosen], probe.noise[chosen], at)
-            cond = take_rows(probe.cond, chosen, len(probe.x0))
-            found = gradient(parameters, x_t, probe.schedule.condition(at), cond, wanted, weight[start : start + probe.rows])
+            found = gradient(parameters, *probe.inputs(at, chosen, chosen, None), weight[start : start + probe.rows])
             if total:
                 torch._foreach_add_(total, found)
             else:

@@ -23,6 +23,7 @@ from noiseclock.core.schedules import Schedule
 from noiseclock.core.table import lasting
 
 Measured = TypeVar("Measured")
+HALF = (torch.bfloat16, torch.float16)
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
@@ -171,6 +172,7 @@ class Probe:
         self.optimizer, self.seed = optimizer, seed
         self.lost: Tensor | None = None
         self._exact = False
+        self._wide = not any(p.dtype in HALF for module in modules for p in module.parameters())
         if held := rows_held(predict, len(x0)):
             warn(
                 f"predict holds {', '.join(held)}, with a row for each sample of the batch, but probes call it with other samples and batch sizes; "
@@ -219,9 +221,19 @@ class Probe:
         return torch.cat(found)[: len(time)]
 
     def _chunk(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
+        x_t, t, cond, target = self.inputs(time, rows, noise_rows, None if self._exact else self.autocast)
+        return squared_error(call(self.predict, x_t, t, cond), target)
+
+    def inputs(self, time: Tensor, rows: Tensor, noise_rows: Tensor, autocast: torch.dtype | None) -> tuple[Tensor, Tensor, Any, Tensor]:
+        """x_t, t and cond for the model, and its target, at times (N,), for a forward pass with this autocast or without any.
+
+        Autocast lets float32 layers take half-precision latents and embeddings; without it they refuse them, so these are converted.
+        """
         x_t, target = noised(self.schedule, self.objective, self.x0[rows], self.noise[noise_rows], time)
-        cond = take_rows(self.cond, rows, len(self.x0))
-        return squared_error(call(self.predict, x_t, self.schedule.condition(time), cond), target)
+        given = x_t, take_rows(self.cond, rows, len(self.x0))
+        if autocast is None and self._wide:
+            given = map_tensors(lambda x: x.float() if x.dtype in HALF else x, given)
+        return given[0], self.schedule.condition(time), given[1], target
 
     def _as_in_training(self) -> Any:
         if self._exact:
