@@ -222,7 +222,13 @@ class Probe:
 
     def _chunk(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
         x_t, t, cond, target = self.inputs(time, rows, noise_rows, None if self._exact else self.autocast)
-        return squared_error(call(self.predict, x_t, t, cond), target)
+        prediction = call(self.predict, x_t, t, cond)
+        if self._exact and getattr(prediction, "dtype", None) in HALF:
+            warn(
+                f"the model computes in {prediction.dtype} with autocast switched off, so the small differences that this probe measures are mostly "
+                "rounding errors; use autocast around the call of the model, not inside its forward"
+            )
+        return squared_error(prediction, target)
 
     def inputs(self, time: Tensor, rows: Tensor, noise_rows: Tensor, autocast: torch.dtype | None) -> tuple[Tensor, Tensor, Any, Tensor]:
         """x_t, t and cond for the model, and its target, at times (N,), for a forward pass with this autocast or without any.
