@@ -28,7 +28,7 @@ from noiseclock.lab.folder import records
 from noiseclock.lab.results import Cell, read
 from noiseclock.lab.trained import opened
 
-SOLVERS = ("ddpm:1000:2000", "ddim:50:2000", "ddim:200:2000", "ddim:10", "ddim:50", "dpm++:10", "dpm++:20")  # the first is known on no schedule yet
+SOLVERS = ("ddpm:1000:2000", "ddim:50:2000", "ddim:200:2000", "ddim:10", "ddim:50", "dpm++:10", "dpm++:20")
 SAMPLES = 10_000
 
 
