@@ -107,7 +107,8 @@ def test_the_price_is_that_of_what_is_trained(freeze, optimizer):
     time, found = clock.sampler._price(probe, clock.sampler._setting, 7)
     power, _ = metric(clock.optimizer, adapters)
     direction = normal(adapters, power, probe.seed)
-    x_t, target = noised(clock.schedule, clock.objective, probe.x0, probe.noise, time)
+    rows = probe.shuffled()
+    x_t, target = noised(clock.schedule, clock.objective, probe.x0[rows], probe.noise[rows], time)
     wanted = []
     for loss in squared_error(model(x_t, clock.schedule.condition(time)), target):
         gradient = torch.autograd.grad(loss, adapters, retain_graph=True)
@@ -131,11 +132,11 @@ def test_the_utility_is_that_of_what_is_trained(freeze):
         x_t, target = noised(clock.schedule, clock.objective, probe.x0[rows], probe.noise[rows], at)
         return squared_error(model(x_t, clock.schedule.condition(at)), target)
 
-    asked = evenly(16, 7.5, torch.device("cpu"))
+    rows, asked = probe.shuffled(), evenly(16, 7.5, torch.device("cpu"))
     target = TARGETS["simple"]()(clock.schedule, asked, clock.objective)
-    whole = torch.autograd.grad((losses(torch.arange(16), asked) * target).mean(), adapters)
+    whole = torch.autograd.grad((losses(rows[:16], asked) * target).mean(), adapters)
     wanted = []
-    for loss in losses(torch.arange(16, 32), time):
+    for loss in losses(rows[16:], time):
         gradient = torch.autograd.grad(loss, adapters, retain_graph=True)
         wanted.append(sum((g * p * w).sum() for g, p, w in zip(gradient, power, whole, strict=True)))
     wanted = torch.stack(wanted).detach().double()

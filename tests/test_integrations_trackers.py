@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integrations
 SAMPLERS = {
     "uniform": (nc.Uniform(), set()),
     "loss-second-moment": (nc.LossSecondMoment(refresh=2), {"ess", "skipped"}),
-    "variance-optimal": (nc.VarianceOptimal(every=2, bins=8, warmup=2), {"ess", "rho", "probes", "skipped"}),
+    "variance-optimal": (nc.VarianceOptimal(every=2, bins=8, warmup=2), {"ess", "rho", "held_out_rho", "probes", "skipped"}),
     "lookahead": (nc.Lookahead(every=2, bins=8, warmup=2), {"ess", "probes", "skipped"}),
     "gradient-variance": (nc.GradientVariance(bins=4, samples=4, pairs=1, every=4), {"ess", "skipped"}),
     "adaptive": (nc.Adaptive.scaled(every=1, stride=100, lr=1e-4), {"probes", "skipped", "entropy", "r_squared", "f"}),

@@ -87,3 +87,37 @@ def test_an_unknown_optimiser_is_said_once(kind, optimizer):
         train()
     assert len(told) == 1
     assert clock.sampler.probes == 3
+
+
+class ByClass(nn.Module):
+    """Predicts nothing but a parameter times the sample: the gradient of its loss depends on the sample alone, not on the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x_t, t, size):
+        return self.theta * size[:, None].expand_as(x_t)
+
+
+@pytest.mark.parametrize("batch", [64, 128])
+def test_the_order_of_a_batch_is_not_mistaken_for_time(batch):
+    """A batch sorted by class, of which the last has 100 times the gradient: a row that always met the same time would price that time instead."""
+    size = torch.linspace(0, 1, batch).gt(0.9).float() * 9 + 1  # given to the model, so that noise does not matter
+    model = ByClass()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    clock = nc.Clock("flow", nc.VarianceOptimal(every=1, bins=4, decay=0.999), objective="x0").attach(optimizer, model=model)
+    for _ in range(300):
+        b = clock.draw(torch.zeros(batch, 2), predict=model, cond=size)
+        clock.loss(b, model(b.x_t, b.t, size)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    price, _ = clock.sampler.curve
+    # s is the same at all times; 300 probes of 16 samples in each bin, a tenth of which have 10⁴ times the price of the others: √(9/4800) = 4 %
+    assert (price / price.mean() - 1).abs().max() < 0.15
+    # and every class was seen: the gradient of θ²·size² at θ = ½ is size²; 300 directions of one number know its mean square to √(2/300) = 8 %
+    assert price.mean().item() == pytest.approx(1e-9 * (size**4).mean().item(), rel=0.3)
+    assert clock.sampler.ess() == pytest.approx(1)  # it stays at the base
+    found = nc.measure.gradient_variance(clock, model, torch.zeros(batch, 2), cond=size, bins=4, samples=256, pairs=64)
+    variance = torch.as_tensor(found.variance)
+    assert (variance / variance.mean() - 1).abs().max() < 0.5, variance

@@ -132,7 +132,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
     ranks, so m counts the samples of all ranks.
     """
     parameters = trained(probe.modules, probe.optimizer)
-    rows, m = len(probe.x0), half * _shards(parameters)
+    rows, m = probe.shuffled(), half * _shards(parameters)
     # a compiled model would recompile for m rows
     predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)
     # without a loss scale float16 gradients underflow, bfloat16 gradients do not
@@ -146,7 +146,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
         stack.enter_context(uncached(probe.x0.device, autocast))
         for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
             # every time gets other samples and, shifted by i, other noises for them; no half holds a sample or a noise twice
-            chosen = (torch.arange(2 * half, device=t.device) + 2 * half * i) % rows
+            chosen = rows[(torch.arange(2 * half, device=t.device) + 2 * half * i) % len(rows)]
             halves = ((part, (part + i) % len(probe.noise)) for part in chosen.chunk(2))
             g, h = (_gradient(predict, parameters, *probe.inputs(t.expand(half), *of, autocast)) for of in halves)
             apart = sum((_whole((a - b).square().sum(dtype=wide(t.device))) for a, b in zip(g, h, strict=True)), torch.zeros_like(t))

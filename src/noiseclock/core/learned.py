@@ -171,10 +171,13 @@ class LearnedDensity(Sampler):
     @torch.no_grad()
     def set_density_(self, wanted: Tensor, known: Tensor) -> None:
         """Set p to (1-floor)·p* + floor·base, p* ∝ wanted (n,) >= 0; to the base unless `known` (0-d, bool) and wanted can be normalised."""
-        base, total = self._base_cells(), wanted.sum()
-        mixed = (1 - self.floor) * wanted / total + self.floor * base
-        known = known & (total > TINY) & mixed.isfinite().all()
-        self._write(torch.where(known, mixed, base))
+        mixed = self._mixed(wanted)
+        self._write(torch.where(known & mixed.isfinite().all(), mixed, self._base_cells()))
+
+    def _mixed(self, wanted: Tensor) -> Tensor:
+        """(n,) (1-floor)·p* + floor·base with p* ∝ wanted, not finite if wanted cannot be normalised."""
+        total = wanted.sum()
+        return (1 - self.floor) * wanted / torch.where(total > TINY, total, 0.0) + self.floor * self._base_cells()
 
     def _write(self, pmf: Tensor) -> None:
         self._buffers["pmf"].copy_(pmf / pmf.sum())

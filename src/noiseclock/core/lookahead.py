@@ -42,17 +42,16 @@ def target_of(target: str | Weighting) -> Weighting:
 def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequence[Tensor | float], *, number: int = 0) -> tuple[Tensor, Tensor]:
     """Times (n,), and for a sample at each time the decrease of the target by an update with this sample alone, (n,), float64.
 
-    The first half of the probe's batch gives ∇J, where J is the mean over uniform times of the target's weight times the loss. The second half, with
-    its own noise, is priced by the training loss, `weighting` included. power: the optimiser's P (`core.directions.metric`). number: the index of
+    One half of the probe's batch gives ∇J, where J is the mean over uniform times of the target's weight times the loss. The other half, with its
+    own noise, is priced by the training loss, `weighting` included. power: the optimiser's P (`core.directions.metric`). number: the index of
     the probe, which shifts the times.
     """
     size = len(probe.x0)
     if size < 4:
         raise ValueError(f"a utility needs a batch of at least four samples, two for the target's gradient and two to price, got {size}")
     device = probe.x0.device
-    halves = range(size // 2), range(size // 2, size)
-    assert set(halves[0]).isdisjoint(halves[1])
-    asked, priced = (torch.arange(half.start, half.stop, device=device) for half in halves)
+    shuffled = probe.shuffled()
+    asked, priced = shuffled[: size // 2], shuffled[size // 2 :]
     exact = probe.exact()
     exact.rows = min(exact.rows, len(priced))  # otherwise each pass of half a batch would be filled up to a whole one
     parameters = trained(probe.modules, probe.optimizer)
@@ -126,5 +125,9 @@ class Lookahead(Priced):
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
         return utility(probe, setting.weighting, target_of(self.target), self._metric(probe), number=number)
 
-    def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        return self._base_cells() * price.clamp(min=0) ** self.power, self._clear(price)
+    def _density(self, price: Tensor) -> Tensor:
+        return self._base_cells() * price.clamp(min=0) ** self.power
+
+    def _willing(self, price: Tensor) -> Tensor:
+        """Do the bins differ by more than noise? With many probes the threshold is twice the squared standard error of `curve`."""
+        return price.var() > (self._scatter() / self._buffers["faded"][0].clamp(min=1)).mean()

@@ -137,7 +137,7 @@ def gradient_variance(
     time = (np.arange(bins * pairs) + 0.5) / (bins * pairs)
     noise = _noise(x0, _generator(x0.device, seed, "noise"))
     autocast = autocast_dtype(x0.device)
-    probe = Probe(predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model), autocast=autocast)
+    probe = Probe(predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model), autocast=autocast, seed=seed)
     found = gradient_moments(probe, torch.as_tensor(time, device="cpu"), half).cpu().double().numpy()
     if weighted:
         found = found * _weights(clock, x0, time) ** 2
@@ -229,12 +229,9 @@ def utility_over_time(
     generator = _generator(x0.device, seed, "noise")
     found = np.full((probes, bins), np.nan)
     for number in range(probes):
-        rows = torch.randperm(len(x0), generator=generator, device=x0.device)
-        some, cond_of_some = x0[rows], take_rows(cond, rows, len(x0))
-        noise = _noise(some, generator)
         probe = Probe(
-            predict, clock.schedule, clock.objective, some, cond_of_some, noise=noise, modules=modules, rows=min(batch, len(x0) // 2 or 1),
-            optimizer=optimizer,
+            predict, clock.schedule, clock.objective, x0, cond, noise=_noise(x0, generator), modules=modules, rows=min(batch, len(x0) // 2 or 1),
+            optimizer=optimizer, seed=seed * probes + number,
         )  # fmt: skip
         time, price = (part.cpu().double().numpy() for part in utility(probe, clock.weighting, wanted, power, number=number))
         place = np.minimum((time * bins).astype(int), bins - 1)

@@ -62,8 +62,15 @@ class Priced(LearnedDensity):
         """Times (n,), and the price of a sample at each (n,), float64; `number` counts the probes."""
 
     @abstractmethod
-    def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        """(bins,) the density, not normalised, from the mean prices (bins,), and whether to use it (0-d, bool)."""
+    def _density(self, price: Tensor) -> Tensor:
+        """(bins,) the density, not normalised, from the mean prices (bins,)."""
+
+    @abstractmethod
+    def _willing(self, price: Tensor) -> Tensor:
+        """(0-d, bool) is the density of these mean prices (bins,) to be used?"""
+
+    def _judge(self, price: Tensor, known: Tensor) -> None:
+        """Look at the prices of a new probe, (bins,) means where `known` (bins,), before they are added to the means."""
 
     @property
     def cells(self) -> int:
@@ -120,10 +127,11 @@ class Priced(LearnedDensity):
         # if all prices are 0 the optimiser has moved no parameter, as when a GradScaler has skipped all steps of a fused optimiser so far
         count = count * (total != 0).any()
         mean, faded = total / count.clamp(min=1), self._buffers["faded"]
+        self._judge(mean, count > 0)
         faded.copy_(torch.where(count > 0, faded * self.decay + torch.stack([torch.ones_like(mean), mean, mean.square()]), faded))
         known = (self._base_cells() * (faded[0] > 0)).sum() >= ENOUGH
-        wanted, willing = self._density(self._prices())
-        self.set_density_(wanted, willing & known & (self._buffers["probes"] >= self.warmup))
+        price = self._prices()
+        self.set_density_(self._density(price), self._willing(price) & known & (self._buffers["probes"] >= self.warmup))
         self._check_health(self._buffers["skipped"])
         self._check_prices()
 
@@ -148,10 +156,6 @@ class Priced(LearnedDensity):
         count, total, squares = self._buffers["faded"].unbind()
         known = count.clamp(min=TINY)
         return (squares / known - (total / known).square()).clamp(min=0)
-
-    def _clear(self, price: Tensor) -> Tensor:
-        """(0-d, bool) do the bins differ by more than noise? With many probes the threshold is twice the squared standard error of `curve`."""
-        return price.var() > (self._scatter() / self._buffers["faded"][0].clamp(min=1)).mean()
 
     @property
     def probes(self) -> int:

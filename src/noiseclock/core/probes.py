@@ -185,6 +185,14 @@ class Probe:
         other._exact = True
         return other
 
+    def shuffled(self) -> Tensor:
+        """(B,) the rows of the batch in a random order, another one for each probe.
+
+        A batch may be sorted, by class for example. Times are spread over the rows in this order, because a class that always met the same times
+        would be mistaken for an effect of time.
+        """
+        return torch.randperm(len(self.x0), generator=torch.Generator(self.x0.device).manual_seed(self.seed % 2**63), device=self.x0.device)
+
     def losses(self, time: Tensor, rows: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         """(N,) the unweighted loss at times (N,) of the samples `rows` (N,) with the noises `noise_rows` (N,).
 

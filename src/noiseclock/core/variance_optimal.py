@@ -5,7 +5,8 @@ With importance correction the mean update does not depend on p. Its variance do
     p* ∝ base·√s(t),    s(t) = E‖w·∇ℓ_t‖²_P,    P the optimiser's diagonal preconditioner (Adam: 1/(√v̂+ε)).
 
 s is estimated without a backward pass: the squared derivative of w·ℓ along P^½ξ, ξ ~ N(0, I), is an unbiased estimate of it, for every sample of a
-batch at once (`core/directions.py`). The gain can be predicted: the variance at p* is ρ = (∫base·√s)²/∫base·s times the variance at the base.
+batch at once (`core/directions.py`). The gain can be predicted: the variance at p* is ρ = (∫base·√s)²/∫base·s times the variance at the base. It
+can also be tested: with the prices s of a new probe, ∫base²·s/p is the variance at the density p that was learned before it, and ∫base·s at the base.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class VarianceOptimal(Priced):
     updates. samples: samples per probe, over all ranks; the samples of a rank share a direction, which causes most of the noise, so more samples
     help little. bins: number of time bins. decay: factor on old estimates at each probe. warmup: probes before the density leaves the base; the tenth
     is after 46 updates. gain: the density stays at the base while the predicted ρ is above this, because little could be gained; it also stays there
-    while the bins differ by less than their standard errors.
+    while the densities learned so far have gained nothing at the probes after them (`held_out_rho`).
     """
 
     every: int = 40
@@ -54,7 +55,7 @@ class VarianceOptimal(Priced):
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
         exact, device = probe.exact(), probe.x0.device
-        rows = torch.arange(len(probe.x0), device=device)[: -(-self.samples // ranks.count())]
+        rows = probe.shuffled()[: -(-self.samples // ranks.count())]
         exact.rows = min(exact.rows, len(rows))  # otherwise each pass would be filled up to a whole batch
         time = evenly(len(rows) * ranks.count(), number, device)[ranks.mine() :: ranks.count()]
         parameters = trained(probe.modules, probe.optimizer)
@@ -63,13 +64,29 @@ class VarianceOptimal(Priced):
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
 
-    def _density(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        return self._base_cells() * price.sqrt(), (self._rho(price) <= self.gain) & self._clear(price)
+    def _statistics(self) -> dict[str, Tensor]:
+        # decaying sums over probes: the variance that a probe found at the density of the probes before it, and at the base
+        return {**super()._statistics(), "judged": torch.zeros(2, dtype=torch.float64, device="cpu")}
+
+    def _density(self, price: Tensor) -> Tensor:
+        return self._base_cells() * price.sqrt()
+
+    def _judge(self, price: Tensor, known: Tensor) -> None:
+        base, probes, judged = self._base_cells(), self._buffers["faded"][0].mean(), self._buffers["judged"]
+        correction = base / self._mixed(self._density(self._prices())).clamp(min=TINY)
+        found = torch.stack([base * correction * price, base * price]).where(known, 0.0).sum(1)
+        # weighted by the probes behind the density: one made of the first few says little about that of today
+        judged.copy_(judged * self.decay + torch.where(probes > 0, probes * found, 0.0))
+
+    def _willing(self, price: Tensor) -> Tensor:
+        return (self._rho(price) <= self.gain) & (self._held_out_rho() < 1)
 
     def _rho(self, s: Tensor) -> Tensor:
         base = self._base_cells()
-        whole = (base * s).sum()
-        return torch.where(whole > TINY, (base * s.sqrt()).sum() ** 2 / whole.clamp(min=TINY), 1.0)
+        return _ratio((base * s.sqrt()).sum() ** 2, (base * s).sum())
+
+    def _held_out_rho(self) -> Tensor:
+        return _ratio(*self._buffers["judged"])
 
     @property
     def rho(self) -> float:
@@ -77,5 +94,17 @@ class VarianceOptimal(Priced):
         return float(self._rho(self._prices()))
 
     @property
+    def held_out_rho(self) -> float:
+        """The variance of the gradient relative to that at the base, of each probe at the density of the probes before it; 1 while nothing is known.
+
+        Above `rho`, because a density fits the noise of its own probes too, and the floor costs a little. Reads the device.
+        """
+        return float(self._held_out_rho())
+
+    @property
     def info(self) -> dict[str, Any]:
-        return {**super().info, "rho": self.rho}
+        return {**super().info, "rho": self.rho, "held_out_rho": self.held_out_rho}
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    return torch.where(whole > TINY, part / whole.clamp(min=TINY), 1.0)
