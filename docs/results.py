@@ -166,7 +166,7 @@ TABLES = {
     "cosine, stopped": partial(stopped, "cifar10-sprint-cosine", *EVALUATED[:3]),
     "starts": partial(starts, "cifar10-sprint-cosine"),
     "solvers": partial(solvers, "cifar10-sprint-cosine"),
-    "quadratic": partial(early, "cifar10-sprint-quadratic", STEPS[:2], lambda method: True),
+    "quadratic": partial(early, "cifar10-sprint-quadratic", EVALUATED[:3], lambda method: True),
     "independent": independent,
     "EDM": partial(continuous, "cifar10-edm"),
     "flow": partial(continuous, "cifar10-flow"),

@@ -271,6 +271,33 @@ def test_a_terminal_shows_a_bar_with_loss_speed_sampler_and_time_left():
 # --- looking at a run ---------------------------------------------------------------------------------------------------------------------
 
 
+def test_sampling_takes_fewer_at_a_time_when_memory_runs_out(run):
+    """And gives the same samples: each depends on its own number alone."""
+    found, sizes = opened(run), []
+
+    class Small:
+        """The network on a device with memory for two samples."""
+
+        def __call__(self, x, t, labels=None):
+            sizes.append(len(x))
+            if len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return found.net(x, t, labels)
+
+    settings = found.recipe, found.clock, found.data, 7
+    with pytest.warns(UserWarning, match="memory ran out while sampling; it starts again with [42] samples at a time") as told:
+        images = sampled(Small(), *settings)
+    assert len(told) == 2
+    assert sizes[:3] == [7, 4, 2]
+    assert torch.equal(images, sampled(found.net, *settings, batch=2))
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="with 1 samples"):
+        sampled(without_memory, *settings[:3], 2)
+
+
+def without_memory(x, t, labels=None):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_samples_are_written_as_the_name_asks(capsys, run, tmp_path):
     assert said(capsys, "sample", str(run), "--count", "5") == f"samples.png: 5 samples of {run} at update 4\n"
     assert (tmp_path / "samples.png").is_file()

@@ -393,6 +393,8 @@ def test_reports_go_where_they_are_asked_for(done, capsys, tmp_path):
     methods = read(folder).methods[::-1]
     assert said(capsys, "report", str(folder), "--format", "markdown", "--out", "some.md", "--methods", *methods) == "written to some.md\n"
     assert f"against {methods[0]}" in (tmp_path / "some.md").read_text()
+    seed = str(read(folder).seeds[0])
+    assert said(capsys, "report", str(folder), "--format", "markdown", "--out", "one.md", "--seeds", seed) == "written to one.md\n"
     assert said(capsys, "report", str(folder), "--at", "5", status=2) == f"noiseclock: no training in {folder} was evaluated at update 5\n"
 
 

@@ -82,6 +82,21 @@ def test_some_methods_are_read_as_if_there_were_no_others_and_the_first_is_the_b
         read(folder, methods=("uniform", "aa"))
 
 
+def test_some_seeds_are_read_as_if_there_were_no_others(tmp_path):
+    """A method with one seed beside a baseline with three is compared, and drawn, at the seed that both have."""
+    folder = made_up_results.write(tmp_path / "results", ["uniform", "a"], [0, 1, 2], updates=250, pictures=False)
+    for seed in (0, 2):
+        shutil.rmtree(cell_of(folder, seed, "a"))
+    some = read(folder, seeds=(1,))
+    assert (some.problems, some.seeds, [cell.method for cell in some.cells]) == ([], [1], ["a", "uniform"])
+    whole, alone = (table(found, "frechet").rows for found in (read(folder), some))
+    assert [row.final.n for row in whole] == [3, 1]
+    assert [row.final.n for row in alone] == [1, 1]
+    assert alone[1].difference.mean == whole[1].difference.mean  # differences are of the same seeds anyway
+    with pytest.raises(Mistake, match="unknown seed '7'; known: 0, 1, 2"):
+        read(folder, seeds=(7,))
+
+
 def test_the_common_learning_rate_is_the_recipe_s_then_the_first_then_the_smallest(tmp_path):
     found = read(made_up_results.write(tmp_path, ["uniform"], [0], lrs=(2e-3, 1e-3, 4e-3), updates=250, pictures=False))
 

@@ -70,6 +70,8 @@ class Report:
     """report the results at this update, also for trainings stopped there; the last update that all have reached unless given"""
     methods: tuple[str, ...] = ()
     """these methods alone, compared with the first of them; all unless given"""
+    seeds: tuple[int, ...] = ()
+    """these seeds alone; all unless given. Charts show means over seeds, so compare methods with different seeds at those they share"""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ def report(argv: list[str]) -> int:
     options = parsed(Report, argv, "noiseclock report")
     from noiseclock.lab.report import write
 
-    console.print(f"written to {write(options.results, options.out, format=options.format, at=options.at, methods=options.methods)}")
+    path = write(options.results, options.out, format=options.format, at=options.at, methods=options.methods, seeds=options.seeds)
+    console.print(f"written to {path}")
     return 0
 
 

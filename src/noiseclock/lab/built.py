@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -20,6 +21,7 @@ from noiseclock.lab.processes import all_or_none
 from noiseclock.lab.recipes import Recipe
 
 WORTH_COMPILING = 200_000  # pictures times solver steps from which compiling pays
+AT_ONCE = 2**20  # pixels of a batch of samples on a GPU: a thousand pictures of 32x32, so that what the host does between forward passes costs little
 
 
 def loaded(recipe: Recipe, accelerator: Accelerator) -> list[Data]:
@@ -54,17 +56,20 @@ def told_held_out(recipe: Recipe, held_out: Data, *, warn: bool = True) -> bool:
 
 def sampled(
     net: Any, recipe: Recipe, clock: Clock, data: Data, n: int, *, seed: int = 0, guidance: float = 1.0,
-    solver: str | None = None, steps: int | None = None, batch: int = 256, device: torch.device | str = "cpu", progress: Any = None,
+    solver: str | None = None, steps: int | None = None, batch: int | None = None, device: torch.device | str = "cpu", progress: Any = None,
     asked: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """n samples of a network, uint8 (n, C, H, W), by the recipe's solver unless `solver` and `steps` say otherwise; latents are decoded.
 
-    asked: classes (m,) or embedded captions (m, L, D) for a conditional network, used in turn; if None, all classes in turn or the captions of
-    held-out images. On a GPU every batch has the same size, at most `batch`, because a CUDA graph has fixed shapes. The network is compiled if the
-    recipe says so and there are enough solver steps to pay for the minute of compiling.
+    batch: samples per forward pass, by default as many as suit the device; halved, with a warning, for as long as memory runs out. On a GPU every
+    batch has the same size, at most `batch`, because a CUDA graph has fixed shapes. asked: classes (m,) or embedded captions (m, L, D) for a
+    conditional network, used in turn; if None, all classes in turn or the captions of held-out images. The network is compiled if the recipe says
+    so and there are enough solver steps to pay for the minute of compiling.
     """
     solver, steps = solver or recipe.solver, recipe.solver_steps if steps is None else steps
     device, wanted = torch.device(device), n
+    if batch is None:
+        batch = min(1000, max(1, AT_ONCE // math.prod(data.shape[1:]))) if device.type == "cuda" else 256
     predict = net
     if device.type == "cuda" and min(n, batch) > 0:
         count = -(-n // batch)
@@ -81,13 +86,23 @@ def sampled(
     elif recipe.conditional:
         labels = data.texts.held_out(n) if data.texts is not None else torch.arange(n) % data.classes if data.classes else None
     null = net.null if labels is not None else None
-    # without autocast's cache: a captured graph would read cached casts that have been freed
-    with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):
-        return generate(
-            predict, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
-            guidance=guidance, null=null, device=device, variance=recipe.variance, progress=progress,
-            decode=data.decoded if isinstance(data, Latents) else None,
-        )[:wanted]  # fmt: skip
+    try:
+        # without autocast's cache: a captured graph would read cached casts that have been freed
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16", cache_enabled=False):
+            return generate(
+                predict, clock.schedule, clock.objective, data.shape, n, solver=solver, steps=steps, seed=seed, batch=batch, labels=labels,
+                guidance=guidance, null=null, device=device, variance=recipe.variance, progress=progress,
+                decode=data.decoded if isinstance(data, Latents) else None,
+            )[:wanted]  # fmt: skip
+    except torch.OutOfMemoryError:
+        if min(n, batch) == 1:
+            raise
+    fewer = -(-min(n, batch) // 2)
+    warnings.warn(f"memory ran out while sampling; it starts again with {fewer} samples at a time", stacklevel=2)
+    return sampled(
+        net, recipe, clock, data, wanted, seed=seed, guidance=guidance, solver=solver, steps=steps, batch=fewer, device=device, progress=progress,
+        asked=asked,
+    )  # fmt: skip
 
 
 def optimizer_for(recipe: Recipe, *groups: list[nn.Parameter], **how: Any) -> torch.optim.Optimizer:

@@ -25,10 +25,18 @@ __all__ = ["figures", "markdown", "page", "write"]
 FORMATS = {"html": "report.html", "markdown": "report.md", "png": "figures"}
 
 
-def write(folder: str | Path, out: str | Path | None = None, *, format: str = "html", at: int | None = None, methods: Sequence[str] = ()) -> Path:
+def write(
+    folder: str | Path,
+    out: str | Path | None = None,
+    *,
+    format: str = "html",
+    at: int | None = None,
+    methods: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> Path:
     """Write the report on a folder of results, into that folder unless `out` is given, and return its path.
 
-    at: results as of that update. methods: of these methods alone, compared with the first; `out` must be given.
+    at: results as of that update. methods: of these methods alone, compared with the first; `out` must be given. seeds: likewise of these alone.
     """
     folder = Path(folder)
     choose("format", format, FORMATS)
@@ -39,9 +47,9 @@ def write(folder: str | Path, out: str | Path | None = None, *, format: str = "h
             f"{folder} holds no comparison; give the folder that `noiseclock compare` has written, and look at a single training with "
             "`noiseclock evaluate` or `noiseclock watch`"
         )
-    if methods and not out:
-        raise Mistake("a report on some methods must not replace the one on all; say with --out where to write it")
-    results = read(folder, at=at, methods=methods)
+    if (methods or seeds) and not out:
+        raise Mistake("a report on some methods or seeds must not replace the one on all; say with --out where to write it")
+    results = read(folder, at=at, methods=methods, seeds=seeds)
     if at is not None and not any(cell.finished for cell in results.cells):
         raise Mistake(f"no training in {folder} was evaluated at update {at:,}")
     path = Path(out) if out else folder / FORMATS[format]

@@ -197,7 +197,7 @@ def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
         numeric = len(known) == len(points)
         ordered: list[tuple[int, Any]] = sorted(zip((m for m, _ in points), known, strict=True), key=lambda p: p[1]) if numeric else [*points]
         log = numeric and min(known) > 0 and max(known) >= 8 * min(known)
-        label = "|S|, times that a probe measures" if (name, option) == ("adaptive", "count") else f"{option} of {name}"
+        label = "|S|, times that a probe measures" if (name.partition(".")[0], option) == ("adaptive", "count") else f"{option} of {name}"
         found.append({"title": f"{before}…{after}", "option": option, "label": label, "points": ordered, "numeric": numeric, "log": log})
     return found
 

@@ -121,11 +121,11 @@ class Results:
         return sorted(found, key=lambda cell: (cell.lr, cell.seed))
 
 
-def read(folder: str | Path, *, at: int | None = None, methods: Sequence[str] = ()) -> Results:
+def read(folder: str | Path, *, at: int | None = None, methods: Sequence[str] = (), seeds: Sequence[int] = ()) -> Results:
     """What a comparison has written so far.
 
     at: as if it had ended at that update; a training that was evaluated there counts as finished. methods: as if it had been of these alone, the
-    first of which is the baseline; a Mistake if it has none of that name.
+    first of which is the baseline; a Mistake if it has none of that name. seeds: as if it had been of these alone.
     """
     folder = Path(folder)
     problems: list[str] = []
@@ -136,6 +136,10 @@ def read(folder: str | Path, *, at: int | None = None, methods: Sequence[str] = 
         there = Results(config, cells, problems).methods
         config = {**config, "methods": [choose("method", method, there) for method in methods], "baseline": methods[0]}
         cells = [cell for cell in cells if cell.method in methods]
+    if seeds:
+        there = [str(seed) for seed in Results(config, cells, problems).seeds]
+        config = {**config, "seeds": [int(choose("seed", str(seed), there)) for seed in seeds]}
+        cells = [cell for cell in cells if cell.seed in seeds]
     if (folder / "costs.json").exists():
         costs = _costs(folder / "costs.json", cells, problems)
         cells = [_timed(cell, costs.get(cell.method)) for cell in cells]
