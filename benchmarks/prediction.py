@@ -3,8 +3,8 @@
     python benchmarks/prediction.py                          # four minutes on one core
     python benchmarks/prediction.py --cases linear --seeds 1 --updates 60 --samples 32
 
-A small network learns digits with uniform draws while VarianceOptimal prices times without using what it learns, so that all that is compared is of
-the same parameters. After some probes the truth is computed from the gradients of single samples in each time bin. "Scatter" is the rule that
+A small network learns digits with draws from the base while VarianceOptimal prices times without using what it learns, so that all that is compared
+is of the same parameters. After some probes the truth is computed from the gradients of single samples in each time bin. "Scatter" is the rule that
 VarianceOptimal followed before it judged by held-out probes: do the bins differ by more than their prices scatter?
 """
 

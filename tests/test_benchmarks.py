@@ -249,3 +249,14 @@ def test_solvers_are_measured_on_the_models_of_a_comparison(tmp_path, capsys):
     assert [(row["solver"], row["steps"], row["samples"]) for row in rows] == 2 * [("ddim", 2, 8), ("dpm++", 3, 6)]
     assert len({row["frechet"] for row in rows}) == 4
     assert f"{rows[3]['frechet']:.2f}" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_prediction_is_compared_with_the_truth(tmp_path, capsys):
+    out = tmp_path / "prediction.json"
+    small = "--seeds", "1", "--updates", "50", "--samples", "8", "--out", str(out)
+    runpy.run_path(str(ROOT / "prediction.py"))["main"]([*small, "--cases", "linear", "flow, VLB"])
+    found = json.loads(out.read_text())
+    assert [(row["case"], row["probes"]) for row in found["rows"]] == [("linear", 10), ("flow, VLB", 10)]
+    assert all(0 < row["best"] <= row["true"] for row in found["rows"])  # no density has less variance than the best one
+    assert [row["moves"] for row in found["rows"]] == [False, True]
+    assert "flow, VLB" in capsys.readouterr().out
