@@ -37,6 +37,7 @@ RESULTS = Path(__file__).with_name("results")
 TRAINED = ("checkpoints", "samples", "locks", ".lock", "config.json")  # what --merge does not copy
 OURS = ("uniform", "variance-optimal", "min-snr", "variance-optimal+min-snr")
 PAPERS = ("p2", "log-normal", "speed+change-aware", "adaptive.paper")
+SOLVED = ("adaptive.paper", "variance-optimal", "uniform", "speed+change-aware")
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,10 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, OURS[:2], seeds=(2,)),
     # three schedules; the longest trainings first, so that all jobs end together
     Part(COSINE, OURS + PAPERS, changes={"schedule": "cosine"}),
-    Part(
-        QUADRATIC,
-        ("uniform", "adaptive.paper", "variance-optimal", "variance-optimal+min-snr", "min-snr", *PAPERS[:3]),
-        changes={"schedule": "quadratic"},
-    ),
-    # other solvers on some of their models, after all trainings, because a solver fills any time that is left
-    Part(QUADRATIC, OURS[:2] + PAPERS[2:], changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
+    Part(QUADRATIC, SOLVED, changes={"schedule": "quadratic"}),
+    # other solvers on these four, before anything else, because their models are lost with the machine
+    Part(QUADRATIC, SOLVED, changes={"schedule": "quadratic"}, solvers=solvers.SOLVERS),
+    Part(QUADRATIC, (*OURS[2:], *PAPERS[:2]), changes={"schedule": "quadratic"}),
     # the paper's own network
     Part("cifar10-headline", OURS[:2], lrs=(0.0002,), recipe="cifar10-linear", changes={**BRIEF, "solver": "ddim", "solver_steps": 50}),
     # continuous time, briefly

@@ -103,6 +103,8 @@ def test_a_shift_keeps_the_objective_of_a_learned_sampler():
     assert clock_from(FlowMatchEulerDiscreteScheduler(), "adaptive").sampler.every == 40
     with pytest.raises(ValueError, match="Adaptive chooses its own times and its loss is not corrected, so shift=3 would have no effect"):
         clock_from(scheduler, "adaptive")
+    with pytest.raises(ValueError, match=r"shift=3 cannot be applied to Mixture as a whole; .* nc.Mixture\(nc.Shifted\(nc.LogitNormal\(\), 3\)\)"):
+        clock_from(scheduler, nc.Mixture(nc.LogitNormal()))
     assert clock_from(scheduler, "adaptive", correct="importance").base == nc.Shifted(nc.Uniform(), 3.0)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -33,6 +34,22 @@ def stirred(weighting: nc.Weighting = nc.Constant()) -> Uncertainty:
         for p in made.parameters():
             p.copy_(0.1 * torch.randn(p.shape, generator=generator))
     return made
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_parameters_that_no_optimiser_has_are_told_of(given):
+    model, weighting = nn.Linear(2, 2), Uncertainty()
+    optimizer = torch.optim.SGD([*model.parameters(), *(weighting.parameters() if given else ())], 1e-3)
+    clock = nc.Clock("linear", "uniform", weighting).attach(optimizer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(102):
+            b = clock.draw(torch.randn(4, 2))
+            clock.loss(b, model(b.x_t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [str(w.message) for w in told if "u is still 0 after 100 updates" in str(w.message)] == [str(w.message) for w in told]
+    assert len(told) == (not given)
 
 
 def test_a_batch_that_is_used_for_several_steps_is_weighted_by_the_present_u():

@@ -274,7 +274,7 @@ def test_the_first_probes_follow_one_another_quickly_also_after_resuming():
 
     model = Separate((0.1, 0.4, 0.7, 1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for sampler in (nc.VarianceOptimal(every=5), nc.Mixture(nc.VarianceOptimal(every=5)), nc.Annealed(nc.VarianceOptimal(every=5), start=2, stop=9)):
+    for sampler in (nc.VarianceOptimal(every=5), nc.Mixture(nc.VarianceOptimal(every=5)), nc.Annealed(nc.VarianceOptimal(every=5), start=2, stop=99)):
         clock = nc.Clock(FOUR_STEPS, sampler).attach(optimizer)
         assert probed(clock, model, optimizer, 8) == [0, 1, 3, 6]
         other = nc.Clock(FOUR_STEPS, sampler)
@@ -316,6 +316,14 @@ def test_it_can_be_annealed_to_the_base():
         optimizer.zero_grad()
     assert np.allclose(clock.plot_data().p, 1)
     assert clock.sampler.sampler.ess() < 0.99  # it has not forgotten
+    probes = clock.sampler.sampler.probes
+    for _ in range(10):  # nor does it look any more
+        b = clock.draw(data.sample(64, points))
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert clock.sampler.sampler.probes == probes
+    assert not clock.due
 
 
 def in_use(clock):

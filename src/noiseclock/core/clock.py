@@ -320,6 +320,7 @@ class Clock:
             return
         self._updates += 1
         self._waiting = 0
+        self.weighting.updated(self._updates)
         if probe is not None and self._batch is not None:
             self.sampler.after(probe, self._batch)
             self._remember_rows(probe)

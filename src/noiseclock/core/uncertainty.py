@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from noiseclock.core.batch import Batch
+from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective
 from noiseclock.core.schedules import Level, Schedule
 from noiseclock.core.table import lasting, widen
@@ -24,6 +25,7 @@ from noiseclock.core.weightings import Constant, Weighting
 FEATURES = 128
 # Beyond σ = e^±10 a sample is all data or all noise; ln σ of some schedules is ±∞ at their ends.
 LOG_SIGMA = 10.0
+PATIENCE = 100  # updates after which parameters that have not moved are nobody's
 
 
 class LogError(nn.Module):
@@ -107,6 +109,10 @@ class Uncertainty(Weighting):
         # not batch.weight, which has the u of the draw: a closure may take several steps with one batch
         u, w = self.log_error(schedule, batch.time), self.weighting(schedule, batch.time, objective)
         return (error * w.to(error.dtype) * (-u).exp() + u) * batch.correction.to(error.dtype)
+
+    def updated(self, updates: int) -> None:
+        if updates == PATIENCE and not any(bool(p.detach().any()) for p in self.parameters()):  # waits for the device, once
+            warn(f"Uncertainty: u is still 0 after {PATIENCE} updates, so it does not learn; give its .parameters() to the optimiser")
 
     def x0(self, z: Level) -> Tensor:
         return self.weighting.x0(z)

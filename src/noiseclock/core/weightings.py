@@ -64,6 +64,9 @@ class Weighting(ABC):
         """(B,) the training loss, from the errors (B,) of a batch drawn with this weighting."""
         return error * (batch.weight * batch.correction).to(error.dtype)
 
+    def updated(self, updates: int) -> None:
+        """Called after each optimiser update with their number so far."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint needs; empty unless the weight is learned."""
         return {}

@@ -316,6 +316,10 @@ class Annealed(Blend):
         return True
 
     @property
+    def every(self) -> int:  # type: ignore[override]
+        return self.other.every if self.share == 1 else super().every  # what is no longer drawn from need not learn
+
+    @property
     def share(self) -> float:
         """The current share of `other`."""
         return float(self._share.values)

@@ -80,6 +80,11 @@ def _shifted(sampler: Sampler, shift: float, options: dict[str, Any]) -> tuple[S
     corrected = sampler.corrects if correct == "auto" else correct == "importance"
     if isinstance(sampler, Density):
         sampler = Shifted(sampler, shift)
+    elif not corrected and not sampler.learns:
+        raise ValueError(
+            f"shift={shift:g} cannot be applied to {type(sampler).__name__} as a whole; shift what it is made of, for example "
+            f"nc.Mixture(nc.Shifted(nc.LogitNormal(), {shift:g})), and train with shift=1.0"
+        )
     elif not corrected:
         raise ValueError(
             f"{type(sampler).__name__} chooses its own times and its loss is not corrected, so shift={shift:g} would have no effect; "
