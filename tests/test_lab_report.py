@@ -185,6 +185,7 @@ def test_a_sweep_ends_where_all_its_methods_are_on_seeds_that_all_have():
     (sweep,) = report_charts.quality(results_of(*cells), "frechet")["sweeps"]
     assert sweep["step"] == 10
     assert [value["mean"] for value in sweep["values"]] == [6, 7, 8]
+    assert [line["mean"] for line in sweep["curves"]] == [[6, 1], [7], [8]]  # where the chart of all seeds has 8 for the baseline
     assert sweep["by"] == "seconds"
     del cells[-1].points[0]["seconds"]
     assert report_charts.quality(results_of(*cells), "frechet")["sweeps"][0]["by"] == "images"

@@ -113,10 +113,11 @@
 
   const charts = {
     quality(element) {
-      const metric = data.metrics[state.metric], by = element.dataset.by, only = element.dataset.only?.split(" ").map(Number);
-      const day = by === "seconds" ? metric.day : null;
-      const series = shown(only).filter((m) => metric.curves[m]?.[by].some((v) => v !== null)).map((m) => {
-        const c = metric.curves[m], seeds = Math.max(...c.n);
+      const metric = data.metrics[state.metric], by = element.dataset.by, sweep = metric.sweeps[element.dataset.index];
+      const day = by === "seconds" ? metric.day : null, { curves } = sweep ?? metric;
+      const only = sweep && [...curves.keys()].filter((m) => curves[m]);
+      const series = shown(only).filter((m) => curves[m]?.[by].some((v) => v !== null)).map((m) => {
+        const c = curves[m], seeds = Math.max(...c.n);
         const cost = (i) => [c.images[i] !== null ? `${number(c.images[i])} images` : "", c.seconds[i] !== null ? duration(c.seconds[i]) : "",
           day && c.seconds[i] !== null ? `${number(c.seconds[i] / day)}D` : ""].filter(Boolean).join(" · ");
         return { m, x: c[by].map((v) => (v !== null && day ? v / day : v)), y: c.mean, low: c.low, high: c.high, whole: c.n.map((n) => n === seeds),
@@ -124,7 +125,7 @@
       });
       const title = by === "images" ? "images" : day ? `training time, 1D = ${duration(day)}` : "training time in seconds";
       const x = { title, more: { rangemode: "tozero", ticksuffix: day ? "D" : "" } };
-      lines(element, series, { x, log: metric.log, marks: true, also: metric.target === null ? [] : [metric.target] });
+      lines(element, series, { x, log: metric.log, marks: true, also: sweep || metric.target === null ? [] : [metric.target] });
     },
     lr(element) {
       const metric = data.metrics[state.metric];

@@ -205,8 +205,8 @@ def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
 def at_the_end_of(sweep: dict[str, Any], results: Results, metric: str) -> dict[str, Any]:
     """The values of a sweep's methods, and of the baseline, at the last update that all of these reached; step: None if there is none.
 
-    Over the seeds that all have there, if there are any: with other seeds, the baseline's level would be no measure of them. by: what their curves
-    are drawn against, images where some have no times.
+    Over the seeds that all have there, if there are any: with other seeds, the baseline's level would be no measure of them. curves: their way there,
+    over the same seeds. by: what these are drawn against, images where some have no times.
     """
     wanted = {results.methods[m] for m, _ in sweep["points"]} | {results.baseline}
     cells = [cell for cell in results.cells if cell.method in wanted and cell.lr == results.lr]
@@ -219,8 +219,10 @@ def at_the_end_of(sweep: dict[str, Any], results: Results, metric: str) -> dict[
     there = {method: steps[step] for method, steps in by_step.items() if step in steps}
     seeds = set.intersection(*map(set, there.values())) if there else set()
     values = [_over_seeds([v for seed, v in there.get(method, {}).items() if seed in seeds or not seeds]) for method in results.methods]
+    same = [cell for cell in cells if cell.seed in seeds or not seeds]
+    curves = [through_training([cell for cell in same if cell.method == method], metric) for method in results.methods]
     timed = all("seconds" in point for cell in cells for point in cell.points)
-    return {"step": step, "values": values, "by": "seconds" if timed else "images"}
+    return {"step": step, "values": values, "curves": curves, "by": "seconds" if timed else "images"}
 
 
 # --- over seeds ---------------------------------------------------------------------------------------------------------------------------

@@ -78,13 +78,14 @@ def _quality(data: dict[str, Any], metric: dict[str, Any]) -> Figure:
     return figure
 
 
-def _against(axes: Axes, data: dict[str, Any], metric: dict[str, Any], by: str, only: Sequence[int] | None = None) -> None:
+def _against(axes: Axes, data: dict[str, Any], metric: dict[str, Any], by: str, curves: Sequence[dict[str, Any] | None] | None = None) -> None:
+    """The metric through training. curves: those of a sweep, over its own seeds; all that came to the end unless given."""
     day = metric["day"] if by == "seconds" else None
-    for m, curve in enumerate(metric["curves"]):
-        if curve and (not data["methods"][m]["early"] if only is None else m in only):
+    for m, curve in enumerate(curves or metric["curves"]):
+        if curve and (curves or not data["methods"][m]["early"]):
             x = _floats(curve[by]) / (day or 1)
             _line(axes, data, m, x, curve)
-    if metric["target"] is not None:
+    if metric["target"] is not None and not curves:
         axes.axhline(metric["target"], color="#8a8a8a", linewidth=0.8, linestyle=":")
     axes.set_xlabel("images" if by == "images" else f"training time, 1D = {day:.3g} s" if day else "training time in seconds")
     axes.set_xlim(left=0)
@@ -138,7 +139,7 @@ def _sweep(data: dict[str, Any], metric: dict[str, Any], sweep: dict[str, Any], 
     left.minorticks_off()
     left.set_xlabel(_short(sweep["label"], 60))
     left.set_title(_title(metric) + (f", after {end['step']:,} updates" if end["step"] else ""))
-    _against(right, data, metric, end["by"], only=[*base, *(m for m, _ in sweep["points"])])
+    _against(right, data, metric, end["by"], end["curves"])
     _legend(figure, right)
     return figure
 

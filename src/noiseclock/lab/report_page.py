@@ -216,11 +216,9 @@ def _learning_rates(results: Results, data: dict[str, Any]) -> str:
 def _sweeps(data: dict[str, Any]) -> str:
     if not data["metrics"] or not data["sweeps"]:
         return ""
-    base = [m for m, method in enumerate(data["methods"]) if method["baseline"]]
     content = ""
     for i, sweep in enumerate(data["sweeps"]):
         label, title = escape(sweep["label"]), escape(sweep["title"])
-        only = " ".join(str(m) for m in dict.fromkeys([*base, *(m for m, _ in sweep["points"])]))
         option = "|S|" if label.startswith("|S|") else escape(sweep["option"])
         ends = {key: metric["sweeps"][i]["step"] for key, metric in data["metrics"].items()}
         when = "".join(_for_metric(key, j, f"after {step:,} updates" if step else "", "span") for j, (key, step) in enumerate(ends.items()))
@@ -228,8 +226,8 @@ def _sweeps(data: dict[str, Any]) -> str:
         pair = _chart(f"{_titles(data)} against {option}", about, f'data-chart="sweep" data-index="{i}"', f"Chart of final quality against {label}")
         by = next(metric["sweeps"][i]["by"] for metric in data["metrics"].values())  # the same in all
         what = "images" if by == "images" else "training time"
-        chart = f'data-chart="quality" data-by="{by}" data-only="{only}"'
-        pair += _chart(f"{_titles(data)} against {what}", "these methods only", chart, f"Line chart of quality against {what} for {title}")
+        chart, drawn = f'data-chart="quality" data-by="{by}" data-index="{i}"', f"Line chart of quality against {what} for {title}"
+        pair += _chart(f"{_titles(data)} against {what}", "these methods only, with the seeds that all have", chart, drawn)
         content += f'<div class="pair">{pair}</div>'
     return _section(
         "sweeps",
