@@ -85,8 +85,8 @@ class Moments:
 def frechet(a: Moments, b: Moments) -> float:
     """The squared Fréchet distance of two Gaussians, accurate to about 1e-12 of the covariances' traces, also for singular covariances.
 
-    With S = F·Fᵀ from the eigendecomposition of S, tr √(S1·S2) is the sum of the singular values of F1ᵀ·F2. Small singular values are accurate,
-    whereas the roots of small eigenvalues of S1·S2 have errors of √ε, so here a set has distance 0 to itself.
+    With any F such that S = F·Fᵀ, tr √(S1·S2) is the sum of the singular values of F1ᵀ·F2. Small singular values are accurate, whereas the roots of
+    small eigenvalues of S1·S2 have errors of √ε, so here a set has distance 0 to itself.
     """
     if a.mean.shape != b.mean.shape:
         raise ValueError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared")
@@ -98,9 +98,13 @@ def frechet(a: Moments, b: Moments) -> float:
 
 
 def _factor(covariance: Tensor) -> Tensor:
-    """F (D, D) with F·Fᵀ = covariance."""
-    values, vectors = torch.linalg.eigh(covariance)
-    factor: Tensor = vectors * values.clamp(min=0).sqrt()
+    """F (D, D) with F·Fᵀ = covariance. Any F will do: that of Cholesky is much faster, but needs a covariance that is far from singular."""
+    factor: Tensor
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    pivots = factor.diagonal()
+    if failed or pivots.min() <= 1e-5 * pivots.max():  # the squares of the pivots lie between the smallest and the largest eigenvalue
+        values, vectors = torch.linalg.eigh(covariance)
+        factor = vectors * values.clamp(min=0).sqrt()
     return factor
 
 
