@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import time
@@ -466,6 +467,9 @@ def test_samplers_that_learn_say_what_they_have_learned(tmp_path):
     ess = 1 / np.mean(1 / density)  # 1/E_p[(1/p)²] on a uniform base
     assert records[-1].sampler == f"effective sample size {ess:.0%}"
     assert records[-2].sampler != ""
+
+    records = trained(replace(TINY, sampler="variance-optimal:every=1,warmup=2", updates=4, log_every=2), tmp_path / "optimal")
+    assert re.fullmatch(r"4 probes, ρ [01]\.\d\d \(held out \d\.\d\d\), effective sample size \d+%", records[-1].sampler)
 
 
 # --- starting from another training -------------------------------------------------------------------------------------------------------

@@ -135,5 +135,5 @@ def state_of(sampler: Sampler) -> str:
         quality = "" if math.isnan(info["r_squared"]) else f", R² {info['r_squared']:.2f}"
         return f"{info['probes']} probes{quality}, entropy {round(info['entropy'], 2) + 0.0:.2f}"
     if isinstance(sampler, VarianceOptimal):
-        return f"{sampler.probes} probes, ρ {sampler.rho:.2f}, effective sample size {sampler.ess():.0%}"
+        return f"{sampler.probes} probes, ρ {sampler.rho:.2f} (held out {sampler.held_out_rho:.2f}), effective sample size {sampler.ess():.0%}"
     return f"effective sample size {sampler.ess():.0%}" if isinstance(sampler, LearnedDensity) and sampler.corrects else ""
