@@ -206,6 +206,13 @@ def test_each_probe_judges_the_density_of_those_before_it():
     assert sampler.rho < 1 < sampler.held_out_rho  # the last probe contradicts the others
 
 
+def test_prices_too_small_for_a_density_are_no_judgement():
+    sampler = fed([1e-300, 1e-300], 3)
+    assert sampler.held_out_rho == 1
+    sampler._fold(torch.tensor([0.25, 0.75], dtype=torch.float64), torch.tensor([9.0, 1.0], dtype=torch.float64))
+    sampler.load_state_dict(sampler.state_dict())  # which would refuse what is not finite
+
+
 def test_one_bin_with_a_heavy_tail_does_not_hold_it_back():
     """As with the weights of the bound on flow: nearly all variance is at the first times, where few probes find most of it."""
 

@@ -75,8 +75,8 @@ class VarianceOptimal(Priced):
         base, probes, judged = self._base_cells(), self._buffers["faded"][0].mean(), self._buffers["judged"]
         correction = base / self._mixed(self._density(self._prices())).clamp(min=TINY)
         found = torch.stack([base * correction * price, base * price]).where(known, 0.0).sum(1)
-        # weighted by the probes behind the density: one made of the first few says little about that of today
-        judged.copy_(judged * self.decay + torch.where(probes > 0, probes * found, 0.0))
+        # weighted by the probes behind the density: one made of the first few says little about that of today. Not finite if there is no density yet
+        judged.copy_(judged * self.decay + torch.where(found.isfinite().all(), probes * found, 0.0))
 
     def _willing(self, price: Tensor) -> Tensor:
         return (self._rho(price) <= self.gain) & (self._held_out_rho() < 1)
