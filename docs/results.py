@@ -23,6 +23,7 @@ STEPS = (5_000, 10_000, 20_000)
 EVALUATED = (5_000, 10_000, 15_000, 20_000)
 MEASURES = {"bits": "bits/dim", "validation": "held-out loss", "kernel": "KID", "precision": "precision", "recall": "recall"}
 USUAL = ("bits", "validation", "kernel")
+SCHEDULES = {"linear": "cifar10-sprint-20k", "quadratic": "cifar10-sprint-quadratic", "cosine": "cifar10-sprint-cosine"}
 ABLATION = re.compile("(k|lam|tau|count|select)=")  # in a method's name
 
 
@@ -46,6 +47,17 @@ def sprint(folder: str) -> list[str]:
             rows.append([f"`{last.method}`", *fids, str(in_time(end, last)), *compared, *(str(t.rows[i].final) for t in measures), str(last.final.n)])
     fids = [f"FID, {step // 1000}k" for step in STEPS]
     return lines(["", *fids, "at equal time", "against uniform", "speed-up", *(MEASURES[metric] for metric in USUAL), "seeds"], rows)
+
+
+def schedules() -> list[str]:
+    """FID of the methods that all three schedules have, at the last update and at equal time."""
+    ends = [read(RAW / folder, at=STEPS[-1]) for folder in SCHEDULES.values()]
+    found = [{row.method: row for row in table(end, "frechet").rows if row.final.n} for end in ends]
+    shown = [method for method in found[0] if all(method in rows for rows in found)]
+    rows = [
+        [f"`{method}`", *(str(x) for end, of in zip(ends, found, strict=True) for x in (of[method].final, in_time(end, of[method])))] for method in shown
+    ]
+    return lines(["", *(heading for name in SCHEDULES for heading in (f"{name}, {STEPS[-1] // 1000}k", "at equal time"))], rows)
 
 
 def stopped(folder: str, *steps: int) -> list[str]:
@@ -118,7 +130,7 @@ def starts(folder: str) -> list[str]:
 def independent() -> list[str]:
     """Uniform, uniform with independent draws, and the printed adaptive algorithm: FID, held-out loss, and the loss at the noisiest tenth of time."""
     rows = []
-    for schedule, folder in (("linear", "cifar10-sprint-20k"), ("cosine", "cifar10-sprint-cosine")):
+    for schedule, folder in ((name, SCHEDULES[name]) for name in ("linear", "cosine")):
         for method in ("uniform", "independent", "adaptive.paper"):
             (cell,) = (cell for cell in read(RAW / folder).of(method) if cell.seed == 0 and cell.lr == 0.0004)
             points = {point["step"]: point for point in cell.points}
@@ -144,10 +156,10 @@ def followed(folder: str) -> list[str]:
 
 
 def in_time(results: Results, row: Row) -> Summary:
-    """The FID of a method when the baseline is done, on straight lines between evaluations, of the trainings that were."""
+    """The FID of a method when the baseline is done, on straight lines between evaluations, of the trainings that were; none if it was not timed."""
     done = [curve(cell, "frechet") for cell in results.of(results.baseline, row.lr) if cell.finished]
     mine = [curve(cell, "frechet") for cell in results.of(row.method, row.lr) if cell.finished]
-    return summary(float(np.interp(done[0].seconds[-1], c.seconds, c.value)) for c in mine)
+    return summary(float(np.interp(done[0].seconds[-1], c.seconds, c.value)) for c in mine if np.isfinite(c.seconds[-1]))
 
 
 def lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -158,6 +170,7 @@ def lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 TABLES = {
     "ruler": ruler,
     "headline": partial(sprint, "cifar10-headline"),
+    "schedules": schedules,
     "linear": partial(sprint, "cifar10-sprint-20k"),
     "linear, stopped": partial(stopped, "cifar10-sprint-20k", *STEPS[:1]),
     "settings of SpeeD": partial(ablation, "cifar10-sprint-20k", "speed+change-aware"),
@@ -166,7 +179,8 @@ TABLES = {
     "cosine, stopped": partial(stopped, "cifar10-sprint-cosine", *EVALUATED[:3]),
     "starts": partial(starts, "cifar10-sprint-cosine"),
     "solvers": partial(solvers, "cifar10-sprint-cosine"),
-    "quadratic": partial(early, "cifar10-sprint-quadratic", EVALUATED[:3], lambda method: True),
+    "quadratic": partial(sprint, "cifar10-sprint-quadratic"),
+    "solvers, quadratic": partial(solvers, "cifar10-sprint-quadratic"),
     "independent": independent,
     "EDM": partial(continuous, "cifar10-edm"),
     "flow": partial(continuous, "cifar10-flow"),
