@@ -173,7 +173,7 @@ class Loop:
     def timed(self, clock: nc.Clock, steps: int, *, probe: bool) -> tuple[float, int]:
         """Seconds per step, and the peak of allocated memory in bytes."""
         clock._next_probe = clock._updates if probe else clock._updates + steps
-        clock.optimizer = self.optimizer  # some probes measure in its metric
+        clock.optimizers = (self.optimizer,)  # some probes measure in its metric
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()

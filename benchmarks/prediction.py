@@ -78,7 +78,7 @@ def exact(model: nn.Module, clock: nc.Clock, data: Tensor, bins: int, samples: i
     """(bins,) E‖w·∇ℓ‖²_P in each time bin, from the gradient of each of so many samples."""
     generator = torch.Generator().manual_seed(99)
     named = dict(model.named_parameters())
-    power, _ = metric(clock.optimizer, list(named.values()))
+    power, _ = metric(clock.optimizers, list(named.values()))
 
     def loss(parameters: dict[str, Tensor], x_t: Tensor, t: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         return squared_error(functional_call(model, parameters, (x_t[None], t[None])), target[None])[0] * weight

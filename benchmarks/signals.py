@@ -147,7 +147,7 @@ def rewards(bench: Bench, probes: int) -> dict[str, tuple[Any, Any]]:
 
 def utilities(bench: Bench, probes: int) -> tuple[Any, Any]:
     """Bins (N,) and first-order utilities (N,)."""
-    power, _ = metric(bench.optimizer, list(bench.model.parameters()))
+    power, _ = metric([bench.optimizer], list(bench.model.parameters()))
     found = [utility(bench.probe(), nc.Constant(), TARGETS["simple"](), power, number=number) for number in range(probes)]
     return np.concatenate([bin_of(time) for time, _ in found]), np.concatenate([u.cpu().numpy() for _, u in found])
 
@@ -167,7 +167,7 @@ def in_the_linear_range(slope: Callable[[float], float]) -> float:
 def truth(bench: Bench, samples: int) -> Any:
     """(BINS,) the decrease of the target by a step along each bin's own gradient, per length of step."""
     parameters = list(bench.model.parameters())
-    power, _ = metric(bench.optimizer, parameters)
+    power, _ = metric([bench.optimizer], parameters)
     x0 = torch.cat([bench.images() for _ in range(samples // bench.batch)])
     noise, time = bench.noise(x0), bench.evenly(len(x0))[torch.randperm(len(x0), generator=bench.generator, device=bench.device)]
     kept = [p.detach().clone() for p in parameters]
@@ -218,7 +218,7 @@ def described(bins: Any, values: Any, wanted: Any) -> dict[str, Any]:
 def exact(bench: Bench, samples: int) -> tuple[Any, Any]:
     """(BINS,) √E‖g‖²_P and √E[loss²] of samples of each bin, by a backward pass for each."""
     parameters = trained([bench.model])
-    power, _ = metric(bench.optimizer, parameters)
+    power, _ = metric([bench.optimizer], parameters)
     norms, losses = np.zeros(BINS), np.zeros(BINS)
     for b in range(BINS):
         for part in bench.evenly(samples, b / BINS, (b + 1) / BINS).split(bench.batch):

@@ -54,9 +54,8 @@ def schedules() -> list[str]:
     ends = [read(RAW / folder, at=STEPS[-1]) for folder in SCHEDULES.values()]
     found = [{row.method: row for row in table(end, "frechet").rows if row.final.n} for end in ends]
     shown = [method for method in found[0] if all(method in rows for rows in found)]
-    rows = [
-        [f"`{method}`", *(str(x) for end, of in zip(ends, found, strict=True) for x in (of[method].final, in_time(end, of[method])))] for method in shown
-    ]
+    both = [[(of[method].final, in_time(end, of[method])) for end, of in zip(ends, found, strict=True)] for method in shown]
+    rows = [[f"`{method}`", *(str(value) for pair in pairs for value in pair)] for method, pairs in zip(shown, both, strict=True)]
     return lines(["", *(heading for name in SCHEDULES for heading in (f"{name}, {STEPS[-1] // 1000}k", "at equal time"))], rows)
 
 

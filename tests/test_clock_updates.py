@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -189,6 +190,47 @@ def test_wrapped_optimizers_are_unwrapped_and_a_second_attach_replaces_the_first
     assert clock.updates == 2
     with pytest.raises(TypeError, match=r"needs a torch optimiser, got dict"):
         clock.attach({})
+
+
+def halves(model):
+    """An optimiser for the first linear layer of a Denoiser, and one for the rest."""
+    first = list(model.net[0].parameters())
+    return torch.optim.SGD(first, lr=0.1), torch.optim.Adam([p for p in model.parameters() if all(p is not q for q in first)], lr=0.1)
+
+
+def test_of_several_optimisers_the_last_ends_an_update():
+    model = Denoiser()
+    first, last = halves(model)
+    clock = nc.Clock("linear", Probing()).attach(first, last)
+    b = clock.draw(data(), predict=model)
+    clock.loss(b, model(b.x_t, b.t)).mean().backward()
+    first.step()
+    assert (clock.updates, [entry[0] for entry in clock.sampler.seen]) == (0, ["before"])
+    last.step()
+    assert (clock.updates, [entry[0] for entry in clock.sampler.seen]) == (1, ["before", "after"])
+    assert not torch.equal(clock.sampler.seen[0][1], clock.sampler.seen[1][1])
+    with pytest.raises(TypeError, match=r"needs a torch optimiser, got list"):
+        clock.attach(first, [last])
+
+
+def test_an_optimiser_that_was_not_attached_is_told_of_once():
+    model = Denoiser()
+    first, last = halves(model)
+    for attached, left_out in (([first], ["4", "net.1.weight"]), ([last], ["2", "net.0.weight"]), ([first, last], [])):
+        clock = nc.Clock("linear", Probing()).attach(*attached)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(8):
+                b = clock.draw(data(), predict=model)
+                clock.loss(b, model(b.x_t, b.t)).mean().backward()
+                for optimizer in (first, last):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found = [
+            re.search(r"(\d+) parameters of the model, such as (\S+), are trained by an optimiser that is not attached", str(w.message)) for w in said
+        ]
+        assert [part for match in found for part in match.groups()] == left_out
+        assert clock.updates == 8
 
 
 def test_an_update_that_the_hook_has_counted_is_not_counted_by_hand_too():

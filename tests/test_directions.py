@@ -38,7 +38,7 @@ def stepped(make, steps=3):
 def test_an_optimiser_without_gradients(gradient, none):
     weight, unused = (nn.Parameter(torch.zeros(4, dtype=torch.float32 if gradient is None else gradient.dtype)) for _ in range(2))
     weight.grad = gradient
-    assert no_gradients(torch.optim.SGD([{"params": [unused]}, {"params": [weight]}], lr=0.1), torch.device("cpu")) == none
+    assert no_gradients([torch.optim.SGD([{"params": [unused]}, {"params": [weight]}], lr=0.1)], torch.device("cpu")) == none
 
 
 def _answer(rank: int, port: int, gradients, results) -> None:
@@ -48,7 +48,7 @@ def _answer(rank: int, port: int, gradients, results) -> None:
         optimizer = torch.optim.SGD([weight], lr=0.1)
         for number, pair in enumerate(gradients):
             weight.grad = None if pair[rank] is None else torch.tensor([pair[rank]])
-            results[rank, number] = no_gradients(optimizer, torch.device("cpu"))
+            results[rank, number] = no_gradients([optimizer], torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
@@ -69,7 +69,7 @@ def test_the_metric_of_adam_is_what_it_divides_by():
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     moved = [b - p for b, p in zip(before, model.parameters(), strict=True)]
-    power, unknown = metric(optimizer, list(model.parameters()))
+    power, unknown = metric([optimizer], list(model.parameters()))
     assert unknown == ""
     for scale, gradient, change in zip(power, gradients, moved, strict=True):
         assert torch.allclose(scale * gradient, change, rtol=1e-4, atol=1e-8)
@@ -86,7 +86,7 @@ def test_the_metric_of_a_parameter_that_was_frozen_at_first():
         model(torch.randn(4, 3)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    power, _ = metric(optimizer, list(model.parameters()))
+    power, _ = metric([optimizer], list(model.parameters()))
     for p, scale, updates in zip(model.parameters(), power, (200, 3), strict=True):
         assert optimizer.state[p]["step"] == updates
         wanted = 0.01 / ((optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**updates)).sqrt() + 1e-8)
@@ -95,15 +95,63 @@ def test_the_metric_of_a_parameter_that_was_frozen_at_first():
 
 def test_the_metric_of_others():
     model, optimizer = stepped(lambda m: torch.optim.SGD([{"params": [m.weight], "lr": 0.1}, {"params": [m.bias], "lr": 0.3}], momentum=0.9))
-    assert metric(optimizer, list(model.parameters())) == ([0.1, 0.3], "")
+    assert metric([optimizer], list(model.parameters())) == ([0.1, 0.3], "")
     model, optimizer = stepped(lambda m: torch.optim.RMSprop(m.parameters()))
-    assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "the metric of RMSprop is not known")
-    assert metric(None, list(model.parameters())) == ([1.0, 1.0], "no optimiser is known (attach one to the clock)")
+    assert metric([optimizer], list(model.parameters())) == ([1.0, 1.0], "the metric of RMSprop is not known")
+    assert metric([], list(model.parameters())) == ([1.0, 1.0], "no optimiser is known (attach one to the clock)")
     # before its first update Adam has none; what it does not train does not move
     model, optimizer = stepped(lambda m: torch.optim.Adam([m.weight]), steps=0)
-    assert metric(optimizer, list(model.parameters())) == ([1.0, 1.0], "")
+    assert metric([optimizer], list(model.parameters())) == ([1.0, 1.0], "")
     model, optimizer = stepped(lambda m: torch.optim.Adam([m.weight]))
-    assert metric(optimizer, list(model.parameters()))[0][1] == 0.0
+    assert metric([optimizer], list(model.parameters()))[0][1] == 0.0
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (4, 9), (9, 4), (1, 6)])
+@pytest.mark.parametrize("rule", [None, "match_rms_adamw"])
+def test_the_metric_of_muon_is_its_mean_response_to_a_change_of_the_momentum(shape, rule):
+    """The trace of the derivative of UVᵀ by UΣVᵀ, where all singular values are alike; UVᵀ by Newton's iteration, which can be differentiated."""
+    torch.manual_seed(0)
+    rows, columns = shape
+    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    momentum = 0.37 * u @ v
+
+    def orthogonal(matrix):
+        x = matrix / torch.linalg.matrix_norm(momentum)
+        for _ in range(12):  # from 1/3 it has converged after seven
+            x = 1.5 * x - 0.5 * x @ x.mT @ x
+        return x
+
+    assert torch.allclose(orthogonal(momentum), u @ v, atol=1e-12)
+    response = torch.autograd.functional.jacobian(orthogonal, momentum).reshape(rows * columns, -1)
+    weight = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    optimizer = torch.optim.Muon([weight], lr=0.02, adjust_lr_fn=rule, weight_decay=0.0)
+    optimizer.state[weight]["momentum_buffer"] = momentum
+    ((power,), unknown) = metric([optimizer], [weight])
+    lr = 0.02 * (0.2 * max(shape) ** 0.5 if rule else max(1, rows / columns) ** 0.5)
+    assert unknown == ""
+    assert math.isclose(power, lr * response.trace() / response.shape[0], rel_tol=1e-9)
+    # the learning rate of the shape is torch's own: a step has the norm lr·√min(shape), up to Newton-Schulz's singular values between 0.7 and 1.2
+    weight.grad, before = momentum.clone(), weight.detach().clone()
+    optimizer.step()
+    assert 0.7 < torch.linalg.matrix_norm(weight.detach() - before) / (lr * min(shape) ** 0.5) < 1.2
+
+
+def test_the_metric_of_several_optimisers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == matrix] for matrix in (True, False))
+    several = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    assert metric(several, list(model.parameters())) == ([1.0] * 4, "")  # before their first update
+    model(torch.randn(8, 3)).square().sum().backward()
+    for optimizer in several:
+        optimizer.step()
+    power, _ = metric(several, list(model.parameters()))
+    for i, optimizer in enumerate(several):  # each as if it were alone
+        alone, _ = metric([optimizer], list(model.parameters()))
+        assert all(torch.equal(alone[j], power[j]) for j in range(i, 4, 2))
+        assert [alone[j] for j in range(1 - i, 4, 2)] == [0.0, 0.0]
+    # the scale of an unknown metric beside a known one is unknown too
+    assert metric([several[1], torch.optim.RMSprop(matrices)], list(model.parameters())) == ([1.0] * 4, "the metric of RMSprop is not known")
 
 
 def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit():

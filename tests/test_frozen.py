@@ -105,7 +105,7 @@ def test_the_price_is_that_of_what_is_trained(freeze, optimizer):
     clock.probe(points_of(torch.Generator().manual_seed(6)), model)
     probe = clock._probe
     time, found = clock.sampler._price(probe, clock.sampler._setting, 7)
-    power, _ = metric(clock.optimizer, adapters)
+    power, _ = metric(clock.optimizers, adapters)
     direction = normal(adapters, power, probe.seed)
     rows = probe.shuffled()
     x_t, target = noised(clock.schedule, clock.objective, probe.x0[rows], probe.noise[rows], time)
@@ -126,7 +126,7 @@ def test_the_utility_is_that_of_what_is_trained(freeze):
     clock.probe(points_of(torch.Generator().manual_seed(6)), model)
     probe = clock._probe
     time, found = clock.sampler._price(probe, clock.sampler._setting, 7)
-    power, _ = metric(clock.optimizer, adapters)
+    power, _ = metric(clock.optimizers, adapters)
 
     def losses(rows, at):
         x_t, target = noised(clock.schedule, clock.objective, probe.x0[rows], probe.noise[rows], at)
@@ -146,7 +146,7 @@ def test_the_utility_is_that_of_what_is_trained(freeze):
 def test_the_first_price_of_an_adapter_is_not_that_of_what_cannot_move_yet():
     """`down` has no gradient in the first update, because `up` is 0: Adam's 1/(√v̂+ε) would be 1/ε there, ten thousand times the others'."""
     model, _, _, clock = followed(nc.VarianceOptimal(every=1, bins=BINS, decay=0.0), updates=1)
-    power, _ = metric(clock.optimizer, [model.net[2].down, model.net[2].up])
+    power, _ = metric(clock.optimizers, [model.net[2].down, model.net[2].up])
     assert torch.equal(power[0], torch.zeros_like(power[0]))
     assert power[1].max() > 0
     first = clock.sampler.curve[0].sum()
@@ -179,5 +179,5 @@ def test_frozen_weights_in_half_precision_are_refused_where_they_would_swallow_t
 def test_nothing_to_train_is_an_error():
     model, _, rest = adapted()
     with pytest.raises(ValueError, match="the model has no trained parameter"):
-        trained([model], torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+        trained([model], [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)])
     assert len(trained([model])) == len(list(model.parameters())) - len(rest)

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -264,6 +265,33 @@ def test_manual_optimisation_with_several_optimisers(tmp_path):
             fit(Manual(), tmp_path, max_epochs=1, callback=ClockCallback(optimizer=chosen))
 
 
+class Both(Model):
+    """Two optimisers that train the network together, one after the other."""
+
+    def __init__(self):
+        super().__init__(nc.VarianceOptimal(every=2, bins=8))
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return torch.optim.Muon([self.net.weight], 1e-2), torch.optim.AdamW([self.net.bias], 1e-2)
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.clock_losses(batch).mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("chosen", "parameters"), [((0, 1), 2), ([1], 1), (0, 1)])
+def test_two_optimisers_that_train_one_network(tmp_path, chosen, parameters):
+    model = Both()
+    with nullcontext() if parameters == 2 else pytest.warns(UserWarning, match="trained by an optimiser that is not attached"):
+        fit(model, tmp_path, max_epochs=1, callback=ClockCallback(optimizer=chosen))
+    assert model.clock.updates == 10  # of ten batches
+    assert sum(len(group["params"]) for each in model.clock.optimizers for group in each.param_groups) == parameters
+    assert model.clock.sampler.probes > 1
+
+
 def test_manual_optimisation_resumes_too(tmp_path):
     models = [Manual(nc.LossSecondMoment(bins=4, refresh=3, warmup=4)) for _ in range(3)]
     for model, epochs, ckpt in zip(models, (4, 2, 4), (None, None, tmp_path / "half.ckpt"), strict=True):
@@ -356,6 +384,7 @@ def alone(script, *arguments):
 def test_without_lightning_one_sentence_says_what_to_install():
     script = """
 import sys
+from contextlib import nullcontext
 for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
     sys.modules[name] = None
 from noiseclock.integrations.lightning import ClockCallback
@@ -369,6 +398,7 @@ except ImportError as error:
 
 PYTORCH_LIGHTNING = """
 import sys
+from contextlib import nullcontext
 if sys.argv[1] == "without lightning":
     sys.modules["lightning"] = sys.modules["lightning.pytorch"] = None
 if sys.argv[1] == "with both imported":

@@ -267,7 +267,7 @@ def test_mistakes_are_named():
         nc.Lookahead(power=2.0)
     model, _, clock = trained_a_little("lookahead")
     clock.probe(torch.zeros(4, 2), model)
-    few = nc.Probe(model, clock.schedule, clock.objective, torch.zeros(3, 2), noise=torch.zeros(3, 2), modules=[model], optimizer=clock.optimizer)
+    few = nc.Probe(model, clock.schedule, clock.objective, torch.zeros(3, 2), noise=torch.zeros(3, 2), modules=[model], optimizers=clock.optimizers)
     with pytest.raises(ValueError, match="at least four samples"):
         clock.sampler.after(few, None)
     sampler = nc.Lookahead()

@@ -81,7 +81,7 @@ def test_an_unknown_optimiser_is_said_once(kind, optimizer):
         for _ in range(3):
             b = clock.draw(ring().sample(16), predict=model)
             clock.loss(b, model(b.x_t, b.t)).mean().backward()
-            clock.optimizer.step()
+            clock.optimizers[0].step()
 
     with pytest.warns(UserWarning, match=f"{kind.__name__}: the metric of {optimizer.__name__} is not known, .* without preconditioning") as told:
         train()

@@ -26,25 +26,37 @@ from test_measure import FOUR_STEPS, STEPS, Separate, closed_form, data
 # --- the estimate -------------------------------------------------------------------------------------------------------------------------
 
 
-def partly_trained(sampler, weighting="constant", steps=200, lr=2e-3):
-    """A denoiser of the ring, its data, and a clock that has followed it."""
+def adam(model, lr=2e-3):
+    return [torch.optim.Adam(model.parameters(), lr=lr)]
+
+
+def muon_and_adamw(model):
+    """Muon for the matrices and AdamW for the rest, as both are used."""
+    matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == matrix] for matrix in (True, False))
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=2e-3)]
+
+
+def partly_trained(sampler, weighting="constant", steps=200, optimizers=adam):
+    """A denoiser of the ring, its data, its optimisers, and a clock that has followed it."""
     torch.manual_seed(0)
     model, data = Denoiser(width=32), ring()
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    clock = nc.Clock("linear", sampler, weighting, seed=1).attach(optimizer, model=model)
+    made = optimizers(model)
+    clock = nc.Clock("linear", sampler, weighting, seed=1).attach(*made, model=model)
     points = torch.Generator().manual_seed(5)
     for _ in range(steps):
         b = clock.draw(data.sample(64, points), predict=model)
         clock.loss(b, model(b.x_t, b.t)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, data, optimizer, clock
+        for each in made:
+            each.step()
+            each.zero_grad()
+    return model, data, made, clock
 
 
-def exact(model, data, optimizer, clock, bins, samples=400):
+def exact(model, data, clock, bins, samples=400):
     """(bins,) E‖w·∇ℓ‖²_P by the gradient of each sample."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    power, _ = metric(optimizer, list(model.parameters()))
+    power, unknown = metric(clock.optimizers, list(model.parameters()))
+    assert unknown == ""
 
     def loss(weights, x_t, t, target, weight):
         return squared_error(functional_call(model, weights, (x_t[None], t[None])), target[None])[0] * weight
@@ -62,12 +74,12 @@ def exact(model, data, optimizer, clock, bins, samples=400):
     return found
 
 
-@pytest.mark.parametrize("weighting", ["constant", "min-snr"])
-def test_the_estimate_is_the_mean_squared_gradient_of_single_samples(weighting):
+@pytest.mark.parametrize(("weighting", "optimizers"), [("constant", adam), ("min-snr", adam), ("constant", muon_and_adamw)])
+def test_the_estimate_is_the_mean_squared_gradient_of_single_samples(weighting, optimizers):
     bins, probes = 6, 400
     sampler = nc.VarianceOptimal(every=10**6, bins=bins, decay=0.9999, warmup=10**6)
-    model, data, optimizer, clock = partly_trained(sampler, weighting)
-    wanted = exact(model, data, optimizer, clock, bins)
+    model, data, _, clock = partly_trained(sampler, weighting, optimizers=optimizers)
+    wanted = exact(model, data, clock, bins)
     points = torch.Generator().manual_seed(9)
     clock.sampler._begin(clock.base, 1000)  # forget the probe of the untrained model
     for _ in range(probes):
@@ -143,7 +155,7 @@ def test_conditioning_with_as_many_rows_as_are_measured_is_no_samples_own():
     clock = nc.Clock("linear", nc.VarianceOptimal(samples=8), probe_rows=4).attach(torch.optim.SGD(model.parameters(), lr=0.1))
     b = clock.draw(ring().sample(16), predict=model, cond={"table": table})
     clock.loss(b, model(b.x_t, b.t, table)).mean().backward()
-    clock.optimizer.step()
+    clock.optimizers[0].step()
     assert [rows for rows, _ in seen] == [16, *[4] * 4]
     assert all(torch.equal(given, table) for _, given in seen)
 
@@ -240,30 +252,33 @@ def test_estimates_that_are_not_finite_are_skipped_and_counted():
     assert torch.allclose(sampler.log_pmf(torch.arange(4), 4), before)
 
 
-def test_a_resumed_run_goes_on_alike():
-    def go_on(model, data, optimizer, clock, steps, seed):
+@pytest.mark.parametrize("optimizers", [adam, muon_and_adamw])
+def test_a_resumed_run_goes_on_alike(optimizers):
+    def go_on(model, data, made, clock, steps, seed):
         points = torch.Generator().manual_seed(seed)
         for _ in range(steps):
             b = clock.draw(data.sample(64, points), predict=model)
             clock.loss(b, model(b.x_t, b.t)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for each in made:
+                each.step()
+                each.zero_grad()
         return clock.sampler._buffers["pmf"].clone()
 
     sampler = nc.VarianceOptimal(every=4, bins=8, warmup=3)
-    model, data, optimizer, clock = partly_trained(sampler, "vlb", steps=80)
+    model, data, made, clock = partly_trained(sampler, "vlb", steps=80, optimizers=optimizers)
     assert clock.sampler.probes == 22  # at 0, 1, 3, 6, 10, 14, ...
     assert clock.sampler.rho < 0.9
     assert clock.sampler.ess() < 0.99  # it has moved
-    state, weights, moments = copy.deepcopy(clock.state_dict()), copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    wanted = go_on(model, data, optimizer, clock, 10, seed=3)
+    state, weights, moments = copy.deepcopy([clock.state_dict(), model.state_dict(), [each.state_dict() for each in made]])
+    wanted = go_on(model, data, made, clock, 10, seed=3)
     again = Denoiser(width=32)
     again.load_state_dict(weights)
-    other = torch.optim.Adam(again.parameters(), lr=2e-3)
-    other.load_state_dict(moments)
-    resumed = nc.Clock("linear", sampler, "vlb", seed=1).attach(other, model=again)
+    others = optimizers(again)
+    for other, held in zip(others, moments, strict=True):
+        other.load_state_dict(held)
+    resumed = nc.Clock("linear", sampler, "vlb", seed=1).attach(*others, model=again)
     resumed.load_state_dict(state)
-    assert torch.equal(go_on(again, data, other, resumed, 10, seed=3), wanted)
+    assert torch.equal(go_on(again, data, others, resumed, 10, seed=3), wanted)
     assert resumed.state_dict()["sampler"].keys() == state["sampler"].keys()
 
 
@@ -302,7 +317,7 @@ def test_where_the_answer_is_known_it_is_found():
     for _ in range(200):
         b = clock.draw(data(256), predict=model)
         clock.loss(b, model(b.x_t, b.t)).mean().backward()
-        clock.optimizer.step()
+        clock.optimizers[0].step()
         apart.append(np.abs(clock.plot_data().p / STEPS - wanted).sum() / 2)
     uniform = np.abs(0.25 - wanted).sum() / 2
     assert apart[0] == pytest.approx(uniform, rel=1e-6)  # it waits
@@ -313,7 +328,7 @@ def test_where_the_answer_is_known_it_is_found():
 
 
 def test_it_can_be_annealed_to_the_base():
-    model, data, optimizer, clock = partly_trained(nc.Annealed(nc.VarianceOptimal(every=4, bins=8, warmup=3), start=80, stop=120), "vlb", steps=80)
+    model, data, (optimizer,), clock = partly_trained(nc.Annealed(nc.VarianceOptimal(every=4, bins=8, warmup=3), start=80, stop=120), "vlb", steps=80)
     assert np.abs(clock.plot_data().p - 1).mean() > 0.1
     points = torch.Generator().manual_seed(6)
     for _ in range(40):

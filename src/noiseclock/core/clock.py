@@ -23,7 +23,7 @@ from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import brief, choose, take_whole, told_apart, without_address
-from noiseclock.core.directions import no_gradients, unwrapped
+from noiseclock.core.directions import check_complete, no_gradients, trains, unwrapped
 from noiseclock.core.eager import eager
 from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective, squared_error
@@ -106,7 +106,8 @@ class Clock:
         self.sampler = sampler.bind(replace(setting, base=self.base))
         self._check_base()
         self.record = Record()
-        self.optimizer: Any = None
+        self.optimizers: tuple[Any, ...] = ()
+        self._others: dict[str, int] | None = None  # what `check_complete` saw at the first probe
         self._model: list[nn.Module] | None = None
         # Optimiser updates, and how many of them a fused optimiser has skipped; only the device knows the latter. Two counts, because reading
         # `updates` on one rank must not change `_updates` there: it decides when a probe is due, and ranks that disagree would deadlock.
@@ -259,21 +260,24 @@ class Clock:
 
     # --- updates and probes -------------------------------------------------------------------------------------------------------------
 
-    def attach(self, optimizer: Any, *, model: nn.Module | None = None) -> Self:
+    def attach(self, optimizer: Any, *others: Any, model: nn.Module | None = None) -> Self:
         """Count the optimiser's updates from now on, by hooks around each of its steps; returns the clock.
 
-        model: the trained one, if it cannot be found from `predict`; probes put it into evaluation mode, and may move its parameters for a moment.
+        others: if several optimisers train the model, such as Muon and AdamW, name all of them in the order of their steps: the step of the last ends
+        an update. model: the trained one, if it cannot be found from `predict`; probes put it into evaluation mode, and may move its parameters for
+        a moment.
         """
-        optimizer = unwrapped(optimizer)
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise TypeError(f"attach needs a torch optimiser, got {type(optimizer).__name__}; without one, call clock.updated() after each update")
+        optimizers = tuple(unwrapped(each) for each in (optimizer, *others))
+        for each in optimizers:
+            if not hasattr(each, "_optimizer_step_post_hooks"):
+                raise TypeError(f"attach needs a torch optimiser, got {type(each).__name__}; without one, call clock.updated() after each update")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; put several into nn.ModuleList([...])")
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
+        self._hooks = [optimizers[-1].register_step_pre_hook(self._before_step), optimizers[-1].register_step_post_hook(self._after_step)]
         self._hook_counts = None
-        self.optimizer = optimizer
+        self.optimizers, self._others = optimizers, None
         self._model = None if model is None else [model]
         return self
 
@@ -361,9 +365,11 @@ class Clock:
         if self._too_small(x0):
             return
         modules = modules_of(predict) if self._model is None else self._model
-        if not modules or (self.optimizer is not None and not self._trains(modules)):
+        if not modules or (self.optimizers and not trains(self.optimizers, modules)):
             given = brief(repr(predict))
             raise ValueError(f"cannot find the trained model in predict={given}; pass it: clock.attach(optimizer, model=model)")
+        if self.optimizers:
+            self._others = check_complete(modules, self.optimizers, self._others)
         # the probe's own noise, seeded by the update count: training must not depend on how often the model is probed
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
@@ -371,7 +377,7 @@ class Clock:
         self._probe, self._paired = None, False  # until the probe has succeeded: if the model raises an error, the user may continue training
         probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
-            optimizer=self.optimizer, seed=self._chance.seed_of("sampler", self._updates),
+            optimizers=self.optimizers, seed=self._chance.seed_of("sampler", self._updates),
         )  # fmt: skip
         self.sampler.before(probe)
         self._remember_rows(probe)
@@ -395,10 +401,6 @@ class Clock:
             )
         return True
 
-    def _trains(self, modules: list[nn.Module]) -> bool:
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return any(id(p) in trained for module in modules for p in module.parameters())
-
     def _before_update(self, x0: Tensor, predict: Predict | None, cond: Any) -> None:
         self._waiting += 1
         if self._waiting == PATIENCE and self.sampler.needs_updates:
@@ -408,7 +410,7 @@ class Clock:
             )
         # The probe's batch contributes nothing to the coming update: a GradScaler has skipped its step, for which there is no other sign unless the
         # optimiser is fused. Otherwise this is one more batch of the same update.
-        if self._paired and self._step_began is None and self.optimizer is not None and no_gradients(self.optimizer, x0.device):
+        if self._paired and self._step_began is None and self.optimizers and no_gradients(self.optimizers, x0.device):
             self._probe, self._paired = None, False
         if self.due and self._probe is None:
             if predict is None:
@@ -506,7 +508,7 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: references to the optimiser, the model and the current step are left out. Attach the copy again."""
-        hooks: dict[str, Any] = {"_hooks": [], "_step_began": None, "_hook_counts": None, "optimizer": None}
+        hooks: dict[str, Any] = {"_hooks": [], "_step_began": None, "_hook_counts": None, "optimizers": ()}
         return {**self.__dict__, **hooks, "_model": None, "_probe": None, "_batch": None, "_paired": False}
 
 

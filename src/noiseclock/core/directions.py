@@ -5,12 +5,13 @@ Forward-mode differentiation would be exact, but fails on fused attention and gr
 rounding error of order 1/h: with ‖h·d‖ = 1/1000 of the parameters' norm the error is about 2e-4 in float32. In bfloat16 there is no good h.
 
 The metric: an optimiser's update is -P·gradient, P diagonal. With ξ ~ N(0, I) the squared derivative along P^½ξ has the mean ‖gradient‖²_P.
+A model may have several optimisers, such as Muon for its matrices and AdamW for the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -18,22 +19,60 @@ import torch
 from torch import Tensor, nn
 
 from noiseclock.core import ranks
+from noiseclock.core.health import warn
 from noiseclock.core.table import wide
 
 STEP = 1e-3  # ‖h·d‖ as a fraction of the norm of the parameters
 
 
-def trained(modules: list[nn.Module], optimizer: Any = None) -> list[nn.Parameter]:
-    """The trained parameters, each once: they require a gradient and, if the optimiser is known, belong to it.
+def trained(modules: list[nn.Module], optimizers: Sequence[Any] = ()) -> list[nn.Parameter]:
+    """The trained parameters, each once: they require a gradient and, if optimisers are known, belong to one of them.
 
     Frozen parameters, as in fine-tuning with adapters, are neither perturbed nor copied, and their gradients do not count.
     """
-    given = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = (p for module in modules for p in module.parameters() if p.requires_grad and (given is None or id(p) in given))
+    given = _given(optimizers)
+    found = (p for module in modules for p in module.parameters() if p.requires_grad and (not optimizers or id(p) in given))
     parameters = list({id(p): p for p in found}.values())
     if not parameters:
         raise ValueError("the model has no trained parameter: none requires a gradient and belongs to the optimiser")
     return parameters
+
+
+def trains(optimizers: Sequence[Any], modules: list[nn.Module]) -> bool:
+    """Does any of the optimisers have any parameter of the modules?"""
+    given = _given(optimizers)
+    return any(id(p) in given for module in modules for p in module.parameters())
+
+
+def check_complete(modules: list[nn.Module], optimizers: Sequence[Any], before: dict[str, int] | None) -> dict[str, int]:
+    """Warn of parameters that none of these optimisers has and that were changed since the last call, probably by another optimiser.
+
+    before: what the last call returned, None at the first. Only the first two calls look.
+    """
+    if before is not None and not before:
+        return before
+    given = _given(optimizers)
+    rest = {name: p for module in modules for name, p in module.named_parameters() if id(p) not in given and not p.is_inference()}
+    changes = {name: p._version for name, p in rest.items()}  # torch counts the changes in place of each tensor
+    if before is None:
+        return changes
+    if moved := [name for name, count in changes.items() if before.get(name, count) != count]:
+        warn(
+            f"{len(moved)} parameters of the model, such as {moved[0]}, are trained by an optimiser that is not attached, so the sampler leaves them "
+            "out; attach all of the model's optimisers, in the order of their steps: clock.attach(first, second)"
+        )
+    return {}
+
+
+def _groups(optimizers: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """The parameter groups of all optimisers."""
+    for optimizer in optimizers:
+        yield from optimizer.param_groups
+
+
+def _given(optimizers: Sequence[Any]) -> set[int]:
+    """The ids of the parameters of all optimisers."""
+    return {id(p) for group in _groups(optimizers) for p in group["params"]}
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -43,42 +82,45 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def stands_still(optimizer: Any) -> bool:
-    """Is the learning rate 0, as at the start of a warm-up, so that there is no metric?"""
-    return optimizer is not None and all(not isinstance(lr := group.get("lr"), Tensor) and lr == 0 for group in optimizer.param_groups)
+def stands_still(optimizers: Sequence[Any]) -> bool:
+    """Is every learning rate 0, as at the start of a warm-up, so that there is no metric?"""
+    return bool(optimizers) and all(not isinstance(lr := group.get("lr"), Tensor) and lr == 0 for group in _groups(optimizers))
 
 
-def no_gradients(optimizer: Any, device: torch.device) -> bool:
-    """Has the optimiser nothing to make a step of: no gradients, only zeros, or some that are not finite?
+def no_gradients(optimizers: Sequence[Any], device: torch.device) -> bool:
+    """Have the optimisers nothing to make a step of: no gradients, only zeros, or some that are not finite?
 
     Waits for the device. All ranks must ask, and get the same answer: a rank that probed the model alone would wait for the others forever.
     """
-    grads = [local(p.grad.detach()) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grads = [local(p.grad.detach()) for group in _groups(optimizers) for p in group["params"] if p.grad is not None]
     sizes = [grad.abs().sum(dtype=torch.float32).to(device) for grad in grads]  # float16 would overflow
     return not 0 < float(ranks.total(sum(sizes, torch.zeros((), dtype=torch.float32, device=device)))) < math.inf
 
 
-def metric(optimizer: Any, parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor | float], str]:
-    """P for each parameter, and a reason if P is the identity because the optimiser's metric is unknown, else "".
+def metric(optimizers: Sequence[Any], parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor | float], str]:
+    """P for each parameter, and a reason if P is the identity because the metric of an optimiser is unknown, else "".
 
     Adam and AdamW: lr/(√v̂+ε) as of their last update, 0 where no gradient was ever seen. SGD: lr, with any momentum, because momentum delays a step
-    but does not change its direction.
+    but does not change its direction. Muon: a number for each matrix, see `_muon`.
     """
     unit: list[Tensor | float] = [1.0] * len(parameters)
-    if isinstance(optimizer, torch.optim.SGD):
-        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-        found = [rates.get(id(p), 0.0) for p in parameters]
-        return (list(found) if any(found) else unit), ""
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        known = "no optimiser is known (attach one to the clock)" if optimizer is None else f"the metric of {type(optimizer).__name__} is not known"
-        return unit, known
+    if not optimizers:
+        return unit, "no optimiser is known (attach one to the clock)"
+    if unknown := [type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, tuple(METRICS))]:
+        return unit, f"the metric of {' and '.join(unknown)} is not known"  # and its scale beside the others neither
     scales: list[Tensor | float] = [0.0] * len(parameters)  # parameters without optimiser state have not moved
     place = {id(p): i for i, p in enumerate(parameters)}
-    for group in optimizer.param_groups:
-        moved = [p for p in group["params"] if id(p) in place and "exp_avg_sq" in optimizer.state.get(p, {})]
-        for p, scale in zip(moved, _adam(group, [optimizer.state[p] for p in moved]), strict=True):
-            scales[place[id(p)]] = scale
-    return (scales, "") if any(isinstance(scale, Tensor) for scale in scales) else (unit, "")
+    for optimizer in optimizers:
+        needed, of = next(METRICS[kind] for kind in METRICS if isinstance(optimizer, kind))
+        for group in optimizer.param_groups:
+            moved = [p for p in group["params"] if id(p) in place and (not needed or needed in optimizer.state.get(p, {}))]
+            for p, scale in zip(moved, of(group, [optimizer.state.get(p, {}) for p in moved]), strict=True):
+                scales[place[id(p)]] = scale
+    return (scales if any(isinstance(scale, Tensor) or scale for scale in scales) else unit), ""
+
+
+def _sgd(group: Any, states: list[Any]) -> list[float]:
+    return [float(group["lr"])] * len(states)
 
 
 @torch.no_grad()
@@ -99,6 +141,39 @@ def _adam(group: Any, states: list[Any]) -> list[Tensor]:
     lr = group["lr"]
     torch._foreach_mul_(power, lr.to(squares[0].device) if isinstance(lr, Tensor) else lr)
     return power
+
+
+@torch.no_grad()
+def _muon(group: Any, states: list[Any]) -> list[Tensor]:
+    """lr·(1 - (m+1)/2n)/σ of each matrix of a group, m <= n its sides, σ the root mean square of its momentum's singular values.
+
+    Muon replaces the singular values of the momentum UΣVᵀ by 1, and multiplies by a learning rate that depends on the shape. If all singular values
+    are σ, a small change D of the momentum moves the step by its part D - UVᵀDᵀUVᵀ, halved, within the rows' space and by all of D outside, both
+    divided by σ. On average over directions, its product with D is (1 - (m+1)/2n)·‖D‖²/σ.
+    """
+    if not states:
+        return []
+    buffers = [state["momentum_buffer"] for state in states]
+    shapes = [tuple(buffer.shape) for buffer in buffers]
+    length = torch.stack(torch._foreach_norm([local(buffer) for buffer in buffers]))
+    if sharded(buffers):
+        length = ranks.total(length.square()).sqrt()
+    factors = [(1 - (min(shape) + 1) / (2 * max(shape))) * math.sqrt(min(shape)) * _of_shape(group["adjust_lr_fn"], *shape) for shape in shapes]
+    return list(torch.where(length > 0, group["lr"] * length.new_tensor(factors) / length, 0.0).unbind())
+
+
+def _of_shape(rule: str | None, rows: int, columns: int) -> float:
+    """The factor by which Muon changes the learning rate of a matrix."""
+    return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+
+
+# the state that an optimiser has of a parameter once it has moved it, and P of such parameters
+METRICS: dict[type, tuple[str, Callable[[Any, list[Any]], Sequence[Tensor | float]]]] = {
+    torch.optim.SGD: ("", _sgd),
+    torch.optim.Adam: ("exp_avg_sq", _adam),
+    torch.optim.AdamW: ("exp_avg_sq", _adam),
+    torch.optim.Muon: ("momentum_buffer", _muon),
+}
 
 
 @torch.no_grad()

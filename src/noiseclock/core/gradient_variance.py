@@ -131,7 +131,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
     Parameters that require no gradient do not count, and `.grad` is left unchanged. The gradient of a sharded model (FSDP2) is the mean over its
     ranks, so m counts the samples of all ranks.
     """
-    parameters = trained(probe.modules, probe.optimizer)
+    parameters = trained(probe.modules, probe.optimizers)
     rows, m = probe.shuffled(), half * _shards(parameters)
     # a compiled model would recompile for m rows
     predict: Predict = getattr(probe.predict, "_orig_mod", probe.predict)

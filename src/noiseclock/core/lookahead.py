@@ -54,7 +54,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     asked, priced = shuffled[: size // 2], shuffled[size // 2 :]
     exact = probe.exact()
     exact.rows = min(exact.rows, len(priced))  # otherwise each pass of half a batch would be filled up to a whole one
-    parameters = trained(probe.modules, probe.optimizer)
+    parameters = trained(probe.modules, probe.optimizers)
     gradient = exact.within_memory(partial(_gradient, exact, parameters, target, evenly(len(asked), number + 0.5, device), asked))
     if not sharded(parameters):  # the gradient of a sharded model is already the mean over ranks
         ranks.average_(gradient)

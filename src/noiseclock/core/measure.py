@@ -215,14 +215,14 @@ def utility_over_time(
     """Which times help a target objective and which hurt it: c(t) of `nc.Lookahead`, on x0 (N, ...), in evaluation mode.
 
     target: "simple", "min-snr", "vlb", or the weighting of the target objective. Each of the `probes` takes the target's gradient on a new random
-    half of x0 and prices the other half by the clock's weighted loss, in the metric of `optimizer`. batch: rows per forward pass. model: the module
-    to measure, if it cannot be found from `predict`.
+    half of x0 and prices the other half by the clock's weighted loss, in the metric of `optimizer` and along its parameters. batch: rows per forward
+    pass. model: the module to measure, if it cannot be found from `predict`.
     """
     check_batch(x0, None)
     if min(bins, probes) < 1:
         raise ValueError(f"bins and probes must be at least 1, got {bins} and {probes}")
-    modules, optimizer = _modules(predict, model), unwrapped(optimizer)
-    power, unknown = metric(optimizer, trained(modules, optimizer))
+    modules, optimizers = _modules(predict, model), () if optimizer is None else (unwrapped(optimizer),)
+    power, unknown = metric(optimizers, trained(modules, optimizers))
     if unknown:
         warn(f"{unknown}, so gradients are measured without preconditioning")
     wanted = target_of(target)
@@ -231,7 +231,7 @@ def utility_over_time(
     for number in range(probes):
         probe = Probe(
             predict, clock.schedule, clock.objective, x0, cond, noise=_noise(x0, generator), modules=modules, rows=min(batch, len(x0) // 2 or 1),
-            optimizer=optimizer, seed=seed * probes + number,
+            optimizers=optimizers, seed=seed * probes + number,
         )  # fmt: skip
         time, price = (part.cpu().double().numpy() for part in utility(probe, clock.weighting, wanted, power, number=number))
         place = np.minimum((time * bins).astype(int), bins - 1)

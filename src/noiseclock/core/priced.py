@@ -104,14 +104,14 @@ class Priced(LearnedDensity):
         if self._setting is None:
             raise ValueError(f"{type(self).__name__} learns from a Clock: use it as nc.Clock(schedule, nc.{type(self).__name__}(), ...)")
         self._move_(probe.x0.device)
-        if stands_still(probe.optimizer):
+        if stands_still(probe.optimizers):
             return
         self._fold(*self._price(probe, self._setting, self._asked))
         self._asked += 1
 
     def _metric(self, probe: Probe) -> list[Tensor | float]:
         """P for each trained parameter; the identity, with one warning, if the optimiser's metric is unknown."""
-        power, unknown = metric(probe.optimizer, trained(probe.modules, probe.optimizer))
+        power, unknown = metric(probe.optimizers, trained(probe.modules, probe.optimizers))
         if unknown:
             self._health.warn("metric", f"{type(self).__name__}: {unknown}, so gradients are measured without preconditioning")
         return power

@@ -141,7 +141,7 @@ class Probe:
     x0 (B, ...), noise (N, ...): the probe's own, so that a replayed graph cannot change them in between. The model runs as in training, with raw
     weights and the same autocast (a dtype or None), but with `modules` in evaluation mode. All forward passes have one size, so that nothing
     recompiles: the batch size, which needs no more memory than a training step, or equal parts of at most `rows` samples. If memory still runs
-    out, `rows` is halved until it suffices. optimizer: the model's optimiser, if known. seed: of the random numbers that a sampler needs besides
+    out, `rows` is halved until it suffices. optimizers: the model's, if known. seed: of the random numbers that a sampler needs besides
     the noise, another one for each probe, rank and seed of the clock. lost: was the update skipped? (0-d, bool) on the device, if only the device
     knows; None if the update was made.
     """
@@ -158,7 +158,7 @@ class Probe:
         modules: list[nn.Module],
         autocast: torch.dtype | None = None,
         rows: int | None = None,
-        optimizer: Any = None,
+        optimizers: Sequence[Any] = (),
         seed: int = 0,
     ) -> None:
         # DDP's forward would broadcast its buffers, and a probe has no gradients to reduce
@@ -169,7 +169,7 @@ class Probe:
         self.noise, self.cond = noise, cond
         self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
         self.lowered: list[int] = []  # `rows` each time that memory ran out; copies of a probe share this list
-        self.optimizer, self.seed = optimizer, seed
+        self.optimizers, self.seed = optimizers, seed
         self.lost: Tensor | None = None
         self._exact = False
         self._wide = not any(p.dtype in HALF for module in modules for p in module.parameters())

@@ -58,7 +58,7 @@ class VarianceOptimal(Priced):
         rows = probe.shuffled()[: -(-self.samples // ranks.count())]
         exact.rows = min(exact.rows, len(rows))  # otherwise each pass would be filled up to a whole batch
         time = evenly(len(rows) * ranks.count(), number, device)[ranks.mine() :: ranks.count()]
-        parameters = trained(probe.modules, probe.optimizer)
+        parameters = trained(probe.modules, probe.optimizers)
         direction = normal(parameters, self._metric(probe), probe.seed)
         slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, rows))
         weight = setting.weighting(setting.schedule, time, setting.objective)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -92,11 +92,12 @@ class ClockMixin:
 class ClockCallback(*_FOUND):  # type: ignore[misc]  # the Callback classes of zero, one or two Lightning packages
     """Attaches the module's clock to its optimiser, saves and restores the clock, and logs its numbers as often as the trainer logs.
 
-    optimizer: the index of the optimiser that trains the clock's model, if there are several. curves_every: updates between logs of densities and
+    optimizer: the index of the optimiser that trains the clock's model, if there are several; if several train it, such as Muon and AdamW, their
+    indices in the order of their steps. curves_every: updates between logs of densities and
     losses by time, see `integrations/trackers.py`; they are also logged at the end; 0 for never.
     """
 
-    def __init__(self, *, optimizer: int | None = None, curves_every: int = 1000) -> None:
+    def __init__(self, *, optimizer: int | Sequence[int] | None = None, curves_every: int = 1000) -> None:
         if not _FOUND:
             raise ImportError("ClockCallback needs Lightning, which is not installed: pip install lightning")
         super().__init__()
@@ -126,14 +127,18 @@ class ClockCallback(*_FOUND):  # type: ignore[misc]  # the Callback classes of z
                 "[*self.parameters(), *self.clock.weighting.parameters()]"
             )
         self._logged = self._tracked = trainer.global_step
-        pl_module.clock.attach(self._chosen(trainer.optimizers))
+        pl_module.clock.attach(*self._chosen(trainer.optimizers))
 
-    def _chosen(self, optimizers: list[Any]) -> Any:
+    def _chosen(self, optimizers: list[Any]) -> list[Any]:
         if self.optimizer is None and len(optimizers) == 1:
-            return optimizers[0]
-        if self.optimizer is None or not 0 <= self.optimizer < len(optimizers):
-            raise ValueError(f"there are {len(optimizers)} optimisers; say which trains the clock's model: ClockCallback(optimizer=0) for the first")
-        return optimizers[self.optimizer]
+            return optimizers
+        chosen = [self.optimizer] if isinstance(self.optimizer, int) else list(self.optimizer or ())
+        if not chosen or not all(0 <= index < len(optimizers) for index in chosen):
+            raise ValueError(
+                f"there are {len(optimizers)} optimisers; say which trains the clock's model: ClockCallback(optimizer=0) for the first, "
+                "optimizer=(0, 1) for both"
+            )
+        return [optimizers[index] for index in chosen]
 
     # --- updates ------------------------------------------------------------------------------------------------------------------------
 
