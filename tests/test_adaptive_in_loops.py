@@ -268,6 +268,9 @@ def test_bad_input_is_named(call, error, message):
 # --- many processes ----------------------------------------------------------------------------------------------------------------------
 
 
+EVERY = {"ddp": 2, "fsdp": 2, "fsdp of the root": 1}
+
+
 def _rank(rank: int, port: int, wrapped: str, results) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
@@ -279,11 +282,11 @@ def _rank(rank: int, port: int, wrapped: str, results) -> None:
             from torch.distributed.fsdp import fully_shard
 
             for layer in model.net:
-                if isinstance(layer, nn.Linear):
+                if isinstance(layer, nn.Linear) and wrapped == "fsdp":
                     fully_shard(layer)
-            fully_shard(model)
+            fully_shard(model)  # which stays gathered after a forward pass alone, such as that of the last probe
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive.scaled(every=2)).attach(optimizer)
+        clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive.scaled(every=EVERY[wrapped])).attach(optimizer)
         data, times = ring(), []
         for step in range(7):
             # the last batch is uneven, as at the end of an epoch
@@ -300,11 +303,11 @@ def _rank(rank: int, port: int, wrapped: str, results) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrapped", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapped", EVERY)
 def test_ranks_share_queue_selection_and_policy_and_draw_different_times(wrapped, free_port):
     results = on_two(_rank, free_port, wrapped)
     (queue, policy, mean, times, probes), (queue2, policy2, mean2, times2, probes2) = results[0], results[1]
-    assert probes == probes2 == 4
+    assert probes == probes2 == (7 if EVERY[wrapped] == 1 else 4)
     assert torch.equal(queue["rows"], queue2["rows"])
     assert torch.equal(queue["selected"], queue2["selected"])
     assert all(torch.equal(policy[name], policy2[name]) for name in policy)
@@ -312,7 +315,7 @@ def test_ranks_share_queue_selection_and_policy_and_draw_different_times(wrapped
     assert not any((a[:, None] == b).any() for a, b in zip(times, times2, strict=True))
     # and that state resumes on one process
     model = Denoiser(width=16)
-    clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive.scaled(every=2))
+    clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive.scaled(every=EVERY[wrapped]))
     clock.sampler.load_state_dict({**clock.sampler.state_dict(), "queue": queue, "mean": mean, "policy": policy, "shape": [2]})
     clock.draw(ring().sample(16), predict=model)
     assert torch.equal(clock.sampler._policy.state_dict()["net.1.weight"], policy["net.1.weight"])

@@ -23,7 +23,7 @@ from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import brief, choose, take_whole, told_apart, without_address
-from noiseclock.core.directions import check_complete, no_gradients, trains, unwrapped
+from noiseclock.core.directions import check_complete, forget_gathered, no_gradients, trains, unwrapped
 from noiseclock.core.eager import eager
 from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective, squared_error
@@ -365,6 +365,7 @@ class Clock:
         if self._too_small(x0):
             return
         modules = modules_of(predict) if self._model is None else self._model
+        forget_gathered(modules)  # by the last probe, or by a validation
         if not modules or (self.optimizers and not trains(self.optimizers, modules)):
             given = brief(repr(predict))
             raise ValueError(f"cannot find the trained model in predict={given}; pass it: clock.attach(optimizer, model=model)")

@@ -216,19 +216,19 @@ def derivative(modules: list[nn.Module], parameters: Sequence[nn.Parameter], dir
     torch._foreach_copy_(kept, mine)
     try:
         torch._foreach_add_(mine, step)
-        _forget_gathered(modules, spread)
+        forget_gathered(modules, spread)
         above = losses()
         torch._foreach_copy_(mine, kept)
         torch._foreach_sub_(mine, step)
-        _forget_gathered(modules, spread)
+        forget_gathered(modules, spread)
         return (above - losses()) / (2 * h).to(above.dtype)
     finally:
         torch._foreach_copy_(mine, kept)
-        _forget_gathered(modules, spread)
+        forget_gathered(modules, spread)
 
 
-def _forget_gathered(modules: list[nn.Module], spread: bool) -> None:
-    """Make FSDP2 gather the parameters again: it may keep the full parameters of the previous forward pass."""
+def forget_gathered(modules: list[nn.Module], spread: bool = True) -> None:
+    """Make FSDP2 gather the parameters again: after a forward pass alone it may keep the full ones, which are not those that the optimiser has."""
     for root in modules if spread else ():
         for module in root.modules():
             if isinstance(reshard := getattr(module, "reshard", None), MethodType):
