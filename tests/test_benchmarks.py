@@ -260,3 +260,14 @@ def test_the_prediction_is_compared_with_the_truth(tmp_path, capsys):
     assert all(0 < row["best"] <= row["true"] for row in found["rows"])  # no density has less variance than the best one
     assert [row["moves"] for row in found["rows"]] == [False, True]
     assert "flow, VLB" in capsys.readouterr().out
+
+
+def test_samplers_are_compared_under_muon(tmp_path, capsys):
+    script = runpy.run_path(str(ROOT / "muon.py"))
+    script["RATES"].update(adamw=(1e-3,), muon=(1e-2,))
+    script["main"](["--seeds", "1", "--updates", "3", "--samples", "16", "--samplers", "variance-optimal", "--out", str(tmp_path / "muon.json")])
+    rows = json.loads((tmp_path / "muon.json").read_text())["rows"]
+    assert [(row["optimizer"], row["lr"]) for row in rows] == [("adamw", 1e-3), ("muon", 1e-2)]
+    assert rows[0]["validation"] != rows[1]["validation"]
+    assert all(0 < row["rho"] <= 1 for row in rows)  # prices were found, and no warning said that an optimiser was left out
+    assert f"{rows[1]['frechet']:.4g}" in capsys.readouterr().out.splitlines()[-1]
