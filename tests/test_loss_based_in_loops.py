@@ -103,8 +103,8 @@ def test_a_sampler_that_hears_of_no_loss_says_so_once(make):
 
 
 def test_validation_inside_inference_mode_leaves_it_usable():
-    with torch.inference_mode():
-        clock = nc.Clock(LINEAR, LossSecondMoment(refresh=2, warmup=1))
+    clock = nc.Clock(LINEAR, LossSecondMoment(refresh=2, warmup=1))
+    with torch.inference_mode(), pytest.warns(UserWarning, match="without gradients is taken for a validation"):
         run(clock, 3)
     run(clock, 3)
     assert clock.updates == 6

@@ -450,6 +450,13 @@ class Adaptive(Sampler):
                 wanted = Policy(shape, self.hidden).state_dict()
             if {n: v.shape for n, v in wanted.items()} != {n: v.shape for n, v in state["policy"].items()}:
                 raise ValueError("Adaptive: the policy network in the state has other layer sizes than this one; `hidden` must be the same")
+            moments = {name: value for name, value in state["optimizer"].items() if not name.endswith(".step")}
+            if any(value.shape != list(wanted.values())[int(name.partition(".")[0])].shape for name, value in moments.items()):
+                raise ValueError("Adaptive: the state is damaged: its policy's optimiser does not fit the policy")
+        else:
+            moments = {}
+        if not all(bool(value.isfinite().all()) for value in (state["mean"], state["reward"], *state["policy"].values(), *moments.values())):
+            raise ValueError("Adaptive: the state is damaged: it holds numbers that are not finite")
         self.probes, self._skipped, self._chance = int(state["probes"]), int(state["skipped"]), int(state["chance"])
         self._reward = state["reward"].clone()
         self._queue.load_state_dict(state["queue"])

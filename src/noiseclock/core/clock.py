@@ -22,10 +22,10 @@ from torch.utils.data import get_worker_info
 from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
-from noiseclock.core.checks import brief, choose, take_whole, told_apart, without_address
-from noiseclock.core.directions import check_complete, forget_gathered, no_gradients, trains, unwrapped
+from noiseclock.core.checks import choose, take_whole, told_apart, without_address
+from noiseclock.core.directions import Unattached, attachable, check_trained, forget_gathered, no_gradients
 from noiseclock.core.eager import eager
-from noiseclock.core.health import warn
+from noiseclock.core.health import Health, warn
 from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.probes import Probe, autocast_dtype, modules_of
 from noiseclock.core.record import Record
@@ -38,6 +38,7 @@ VERSION = 1  # of the state; raised when older states can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
 AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as the state names them
 TOO_SMALL = 20  # too small batches in a row before a due probe raises an error; the short last batches of epochs are fewer
+SILENT = 100  # updates without any loss before a warning
 PATIENCE = 1000  # draws without an optimiser update before a warning, for samplers that need updates
 
 
@@ -94,6 +95,7 @@ class Clock:
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
+        self._health, self._heard = Health(), False  # heard: has any loss come through `loss` or `weigh`?
         self._hooks: list[Any] = []
         # `_waiting` when the optimiser's step began, None outside a step: a draw inside belongs to the step, as those of a closure do
         self._step_began: int | None = None
@@ -107,7 +109,7 @@ class Clock:
         self._check_base()
         self.record = Record()
         self.optimizers: tuple[Any, ...] = ()
-        self._others: dict[str, int] | None = None  # what `check_complete` saw at the first probe
+        self._unattached = Unattached()
         self._model: list[nn.Module] | None = None
         # Optimiser updates, and how many of them a fused optimiser has skipped; only the device knows the latter. Two counts, because reading
         # `updates` on one rank must not change `_updates` there: it decides when a probe is due, and ranks that disagree would deadlock.
@@ -228,7 +230,14 @@ class Clock:
             found = tuple(errors.shape) if isinstance(errors, Tensor) else type(errors).__name__
             raise ValueError(f"the errors must be a tensor of one number per sample, of shape {tuple(batch.time.shape)}, got {found}")
         errors = errors.to(torch.promote_types(errors.dtype, torch.float32))  # as in `loss`: under autocast they may be half precision
-        if batch.draw is not None:
+        if batch.draw is not None and not torch.is_grad_enabled():
+            self._health.warn(
+                "validation",
+                "a loss computed without gradients is taken for a validation, and is neither recorded nor learned from; make validation batches with "
+                "clock.at, which draws no time",
+            )
+        elif batch.draw is not None:
+            self._heard = True
             seen = errors.detach()
             self.record.add(batch.time, seen)
             self.sampler.update(batch, seen)
@@ -267,17 +276,16 @@ class Clock:
         an update. model: the trained one, if it cannot be found from `predict`; probes put it into evaluation mode, and may move its parameters for
         a moment.
         """
-        optimizers = tuple(unwrapped(each) for each in (optimizer, *others))
-        for each in optimizers:
-            if not hasattr(each, "_optimizer_step_post_hooks"):
-                raise TypeError(f"attach needs a torch optimiser, got {type(each).__name__}; without one, call clock.updated() after each update")
+        optimizers = tuple(attachable(each) for each in (optimizer, *others))
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; put several into nn.ModuleList([...])")
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [optimizers[-1].register_step_pre_hook(self._before_step), optimizers[-1].register_step_post_hook(self._after_step)]
+        # the step of the first begins an update, unless a GradScaler skips it; that of the last ends it
+        self._hooks = [each.register_step_pre_hook(self._before_other_step) for each in optimizers[1:]]
+        self._hooks += [optimizers[0].register_step_pre_hook(self._before_step), optimizers[-1].register_step_post_hook(self._after_step)]
         self._hook_counts = None
-        self.optimizers, self._others = optimizers, None
+        self.optimizers, self._unattached = optimizers, Unattached()
         self._model = None if model is None else [model]
         return self
 
@@ -285,6 +293,10 @@ class Clock:
         if self._step_began not in (None, self._waiting):  # the last step raised an error, and its batch was left out
             self._probe, self._paired = None, False
         self._step_began = self._waiting
+
+    def _before_other_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._step_began is None:
+            self._step_began = self._waiting
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step_began is None:  # the step of a subclass, after that of its parent class: torch runs the hooks for both
@@ -324,6 +336,7 @@ class Clock:
             return
         self._updates += 1
         self._waiting = 0
+        self._check_heard()
         self.weighting.updated(self._updates)
         if probe is not None and self._batch is not None:
             self.sampler.after(probe, self._batch)
@@ -331,6 +344,15 @@ class Clock:
             self._next_probe = self._updates - 1 + self.sampler.pause
         if self._advance() or probe is not None:
             self._refresh()
+
+    def _check_heard(self) -> None:
+        """Warn if the loss is not corrected as it should be; samplers that learn from losses warn themselves."""
+        of_losses = self.sampler.learns and not self.sampler.every
+        if self._updates == SILENT and self.corrected and not self._heard and not of_losses:
+            warn(
+                f"no loss has come through clock.loss or clock.weigh, so nothing corrects for the times that {type(self.sampler).__name__} draws "
+                "more often: use clock.loss(b, prediction), or clock.weigh(b, errors) for errors (B,) of your own"
+            )
 
     def _advance(self) -> bool:
         moved = [density.advance(self._updates) for density in (self.sampler, self.base)]
@@ -366,11 +388,8 @@ class Clock:
             return
         modules = modules_of(predict) if self._model is None else self._model
         forget_gathered(modules)  # by the last probe, or by a validation
-        if not modules or (self.optimizers and not trains(self.optimizers, modules)):
-            given = brief(repr(predict))
-            raise ValueError(f"cannot find the trained model in predict={given}; pass it: clock.attach(optimizer, model=model)")
-        if self.optimizers:
-            self._others = check_complete(modules, self.optimizers, self._others)
+        check_trained(modules, self.optimizers, predict, named=self._model is not None)
+        self._unattached.look(modules, self.optimizers)
         # the probe's own noise, seeded by the update count: training must not depend on how often the model is probed
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from noiseclock.core import ranks
+from noiseclock.core.checks import brief
 from noiseclock.core.health import warn
 from noiseclock.core.table import wide
 
+LOOKS = 10  # probes at which unattached optimisers are looked for
 STEP = 1e-3  # ‖h·d‖ as a fraction of the norm of the parameters
 
 
@@ -38,30 +40,41 @@ def trained(modules: list[nn.Module], optimizers: Sequence[Any] = ()) -> list[nn
     return parameters
 
 
-def trains(optimizers: Sequence[Any], modules: list[nn.Module]) -> bool:
-    """Does any of the optimisers have any parameter of the modules?"""
+def check_trained(modules: list[nn.Module], optimizers: Sequence[Any], predict: Any, *, named: bool) -> None:
+    """Raise an error if no module was found, or if the optimisers have no parameter of any. named: did the user name the model?"""
     given = _given(optimizers)
-    return any(id(p) in given for module in modules for p in module.parameters())
-
-
-def check_complete(modules: list[nn.Module], optimizers: Sequence[Any], before: dict[str, int] | None) -> dict[str, int]:
-    """Warn of parameters that none of these optimisers has and that were changed since the last call, probably by another optimiser.
-
-    before: what the last call returned, None at the first. Only the first two calls look.
-    """
-    if before is not None and not before:
-        return before
-    given = _given(optimizers)
-    rest = {name: p for module in modules for name, p in module.named_parameters() if id(p) not in given and not p.is_inference()}
-    changes = {name: p._version for name, p in rest.items()}  # torch counts the changes in place of each tensor
-    if before is None:
-        return changes
-    if moved := [name for name, count in changes.items() if before.get(name, count) != count]:
-        warn(
-            f"{len(moved)} parameters of the model, such as {moved[0]}, are trained by an optimiser that is not attached, so the sampler leaves them "
-            "out; attach all of the model's optimisers, in the order of their steps: clock.attach(first, second)"
+    if modules and (not optimizers or any(id(p) in given for module in modules for p in module.parameters())):
+        return
+    if named:
+        raise ValueError(
+            "the attached optimiser has none of the model's parameters; if it trains copies of them, do not attach it, but call clock.updated() "
+            "after each update"
         )
-    return {}
+    raise ValueError(f"cannot find the trained model in predict={brief(repr(predict))}; pass it: clock.attach(optimizer, model=model)")
+
+
+class Unattached:
+    """Parameters that none of the attached optimisers has, and that change: probably another optimiser trains them."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+        self._looks = LOOKS
+
+    def look(self, modules: list[nn.Module], optimizers: Sequence[Any]) -> None:
+        """Warn once of such parameters; only the first looks count, which is time enough for an optimiser that steps rarely or is skipped."""
+        if not optimizers or not self._looks:
+            return
+        self._looks -= 1
+        given = _given(optimizers)
+        named = ((name, p) for module in modules for name, p in module.named_parameters())
+        rest = {name: p for name, p in named if p.requires_grad and id(p) not in given and not p.is_inference()}
+        moved = [name for name, p in rest.items() if self._first.setdefault(name, p._version) != p._version]  # torch counts changes in place
+        if moved:
+            self._looks = 0
+            warn(
+                f"{len(moved)} parameters of the model, such as {moved[0]}, are trained by an optimiser that is not attached, so the sampler leaves "
+                "them out; attach all of the model's optimisers, in the order of their steps: clock.attach(first, second)"
+            )
 
 
 def _groups(optimizers: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -82,6 +95,19 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
+def attachable(optimizer: Any) -> Any:
+    """The torch optimiser inside; an error if there is none."""
+    inner = unwrapped(optimizer)
+    if hasattr(inner, "_optimizer_step_post_hooks"):
+        return inner
+    advice = "without one, call clock.updated() after each update"
+    if isinstance(inner, (list, tuple)):
+        advice = "name several one after the other: clock.attach(first, second)"
+    elif isinstance(inner, nn.Module):
+        advice = "the model is named by model="
+    raise TypeError(f"attach needs a torch optimiser, got {type(inner).__name__}; {advice}")
+
+
 def stands_still(optimizers: Sequence[Any]) -> bool:
     """Is every learning rate 0, as at the start of a warm-up, so that there is no metric?"""
     return bool(optimizers) and all(not isinstance(lr := group.get("lr"), Tensor) and lr == 0 for group in _groups(optimizers))
@@ -100,13 +126,13 @@ def no_gradients(optimizers: Sequence[Any], device: torch.device) -> bool:
 def metric(optimizers: Sequence[Any], parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor | float], str]:
     """P for each parameter, and a reason if P is the identity because the metric of an optimiser is unknown, else "".
 
-    Adam and AdamW: lr/(√v̂+ε) as of their last update, 0 where no gradient was ever seen. SGD: lr, with any momentum, because momentum delays a step
-    but does not change its direction. Muon: a number for each matrix, see `_muon`.
+    Adam and AdamW: lr/(√v̂+ε) as of their last update, 0 where no gradient was ever seen. SGD: lr/(1-momentum). Muon: a number for
+    each matrix, see `_muon`.
     """
     unit: list[Tensor | float] = [1.0] * len(parameters)
     if not optimizers:
         return unit, "no optimiser is known (attach one to the clock)"
-    if unknown := [type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, tuple(METRICS))]:
+    if unknown := [type(optimizer).__name__ for optimizer in optimizers if not _is_known(optimizer)]:
         return unit, f"the metric of {' and '.join(unknown)} is not known"  # and its scale beside the others neither
     scales: list[Tensor | float] = [0.0] * len(parameters)  # parameters without optimiser state have not moved
     place = {id(p): i for i, p in enumerate(parameters)}
@@ -119,8 +145,25 @@ def metric(optimizers: Sequence[Any], parameters: Sequence[nn.Parameter]) -> tup
     return (scales if any(isinstance(scale, Tensor) or scale for scale in scales) else unit), ""
 
 
+def _is_known(optimizer: Any) -> bool:
+    """Is it one of torch's, or a subclass with the same state?"""
+    if not isinstance(optimizer, tuple(METRICS)):
+        return False
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or not optimizer.state:
+        return True
+    alike = (
+        isinstance(state.get("step"), Tensor) and isinstance(v := state.get("exp_avg_sq"), Tensor) and v.is_floating_point() and v.shape == p.shape
+        for p, state in optimizer.state.items()
+        if state  # a look at the state of a parameter leaves an empty one
+    )
+    return all(alike)
+
+
 def _sgd(group: Any, states: list[Any]) -> list[float]:
-    return [float(group["lr"])] * len(states)
+    """What one gradient does over all the steps in which momentum keeps it; Adam's and Muon's momenta are means, which sum to 1."""
+    momentum = group["momentum"]
+    kept = (1 - group["dampening"]) / (1 - momentum) if 0 < momentum < 1 else 1.0
+    return [float(group["lr"]) * kept] * len(states)
 
 
 @torch.no_grad()

@@ -175,7 +175,8 @@ class LearnedDensity(Sampler):
         self._write(torch.where(known & mixed.isfinite().all(), mixed, self._base_cells()))
 
     def _mixed(self, wanted: Tensor) -> Tensor:
-        """(n,) (1-floor)·p* + floor·base with p* ∝ wanted, not finite if wanted cannot be normalised."""
+        """(n,) (1-floor)·p* + floor·base with p* ∝ max(wanted, 0), not finite if wanted cannot be normalised."""
+        wanted = wanted.clamp(min=0)  # errors of the user's own may be negative
         total = wanted.sum()
         return (1 - self.floor) * wanted / torch.where(total > TINY, total, 0.0) + self.floor * self._base_cells()
 

@@ -59,6 +59,12 @@ def kl_term(schedule: Discrete, step: Tensor, x0: Tensor, x0_predicted: Tensor, 
 
 def decoder_term(schedule: Discrete, x0: Tensor, x0_predicted: Tensor, *, variance: str = "fixed-large", levels: int = 256) -> Tensor:
     """(B,) -log p(x0|x_1) for data with `levels` equally spaced values from -1 to 1: the Gaussian's mass in the cell of x0; end cells reach to ±∞."""
+    if levels < 2:
+        raise ValueError(f"levels must be at least 2, got {levels}")
+    if x0_predicted.shape != x0.shape:
+        raise ValueError(f"the prediction has shape {tuple(x0_predicted.shape)}, x0 {tuple(x0.shape)}")
+    if bool((x0.abs() > 1 + 1e-3).any()):
+        raise ValueError(f"the likelihood of images needs them scaled to [-1, 1], but x0 reaches {float(x0.abs().max()):.3g}")
     sigma2 = _model_variance(schedule, torch.zeros(1, dtype=torch.long, device=x0.device), variance)
     half = 1 / (levels - 1)
     # at step 0 the posterior mean is the predicted x0 itself

@@ -52,13 +52,14 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     device = probe.x0.device
     shuffled = probe.shuffled()
     asked, priced = shuffled[: size // 2], shuffled[size // 2 :]
-    exact = probe.exact()
+    exact = probe.exact(watched=number == 0)
     exact.rows = min(exact.rows, len(priced))  # otherwise each pass of half a batch would be filled up to a whole one
     parameters = trained(probe.modules, probe.optimizers)
     gradient = exact.within_memory(partial(_gradient, exact, parameters, target, evenly(len(asked), number + 0.5, device), asked))
     if not sharded(parameters):  # the gradient of a sharded model is already the mean over ranks
         ranks.average_(gradient)
-    direction = scaled(gradient, power)
+    # two parameters that enter as a sum have one tensor for both gradients, which must not be scaled twice
+    direction = scaled([part.clone() for part in gradient], power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
     return time, derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from noiseclock.core.batch import Predict, at_least_float32, call, check_batch
 from noiseclock.core.checks import brief
 from noiseclock.core.clock import Clock
-from noiseclock.core.directions import metric, trained, unwrapped
+from noiseclock.core.directions import attachable, metric, trained
 from noiseclock.core.gradient_variance import gradient_moments, split
 from noiseclock.core.health import warn
 from noiseclock.core.lookahead import target_of, utility
@@ -163,7 +163,8 @@ def interdependence(
 ) -> Interdependence:
     """How the loss changes at all times when only times in `interval` are trained (the adaptive paper's Fig. 4).
 
-    The model is trained for `updates` updates of `optimizer`, each on `batch` samples of x0 (N, ...) at times spread evenly over the interval, with
+    The model is trained for `updates` updates of `optimizer` (or several in a list), each on `batch` samples of x0 (N, ...) at times spread evenly
+    over the interval, with
     the clock's weighted loss and in its current mode (train or eval). Then model and optimiser are restored bit for bit; the optimiser's hooks do
     not run, and the clock counts no update. times, repeats, model: as for `loss_over_time`, with the same noise before and after.
     """
@@ -178,7 +179,8 @@ def interdependence(
         return np.asarray(found.mean((0, 2)))
 
     before = losses()
-    with _restored(modules, optimizer, x0.device), uncached(x0.device, autocast_dtype(x0.device)):
+    optimizers = _several(optimizer)
+    with _restored(modules, optimizers, x0.device), uncached(x0.device, autocast_dtype(x0.device)):
         generator = _generator(x0.device, seed, "training")
         torch.default_generator.manual_seed(seed)
         if x0.is_cuda:
@@ -192,8 +194,9 @@ def interdependence(
             b = clock.at(some, inside, noise=_noise(some, generator), cond=take_rows(cond, rows, len(x0)))
             with torch.enable_grad():
                 clock.loss(b, call(predict, b.x_t, b.t, b.cond)).mean().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
         after = losses()
     return Interdependence(time, before, after, after - before)
 
@@ -215,13 +218,13 @@ def utility_over_time(
     """Which times help a target objective and which hurt it: c(t) of `nc.Lookahead`, on x0 (N, ...), in evaluation mode.
 
     target: "simple", "min-snr", "vlb", or the weighting of the target objective. Each of the `probes` takes the target's gradient on a new random
-    half of x0 and prices the other half by the clock's weighted loss, in the metric of `optimizer` and along its parameters. batch: rows per forward
-    pass. model: the module to measure, if it cannot be found from `predict`.
+    half of x0 and prices the other half by the clock's weighted loss, in the metric of `optimizer` (or several in a
+    list) and along its parameters. batch: rows per forward pass. model: the module to measure, if it cannot be found from `predict`.
     """
     check_batch(x0, None)
     if min(bins, probes) < 1:
         raise ValueError(f"bins and probes must be at least 1, got {bins} and {probes}")
-    modules, optimizers = _modules(predict, model), () if optimizer is None else (unwrapped(optimizer),)
+    modules, optimizers = _modules(predict, model), _several(optimizer)
     power, unknown = metric(optimizers, trained(modules, optimizers))
     if unknown:
         warn(f"{unknown}, so gradients are measured without preconditioning")
@@ -243,13 +246,26 @@ def utility_over_time(
         return UtilityOverTime(_grid(bins), np.nanmean(found, 0), np.nanstd(found, 0, ddof=1) / np.sqrt(known))
 
 
+def _several(optimizer: Any) -> tuple[Any, ...]:
+    """One optimiser or several, without their wrappers."""
+    given = optimizer if isinstance(optimizer, (list, tuple)) else () if optimizer is None else (optimizer,)
+    return tuple(attachable(each) for each in given)
+
+
 @contextmanager
-def _restored(modules: list[nn.Module], optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Restore the model and the optimiser on exit: every tensor is the same object with the same bits. The optimiser's hooks do not run inside.
+def _restored(modules: list[nn.Module], optimizers: Sequence[Any], device: torch.device) -> Iterator[None]:
+    """Restore the model and the optimisers on exit: every tensor is the same object with the same bits. The optimisers' hooks do not run inside.
 
     `load_state_dict` would not do: it casts the optimiser's state to the parameters' dtype and makes new tensors.
     """
-    optimizer = unwrapped(optimizer)
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_restored_one(modules, optimizer, device))
+        yield
+
+
+@contextmanager
+def _restored_one(modules: list[nn.Module], optimizer: Any, device: torch.device) -> Iterator[None]:
     groups = [group["params"] for group in optimizer.param_groups]
     tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())} | {id(p): p for group in groups for p in group}
     kept = [(x, x.detach().clone()) for x in tensors.values()]

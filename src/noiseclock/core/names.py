@@ -137,7 +137,7 @@ def objective(given: str | Objective | None, source: Any, schedule: Schedule) ->
     """The objective that is given; if none is, the one that the schedule's source, a diffusers scheduler, is configured for, or the usual one."""
     told = objective_of_diffusers(source)
     if given is None:
-        return told or make_objective({Flow: "flow", EDM: "edm"}.get(type(schedule), "eps"))
+        return told or make_objective("flow" if isinstance(schedule, Flow) else "edm" if isinstance(schedule, EDM) else "eps")
     chosen = make_objective(given)
     if told is not None and chosen.name != told.name:
         raise ValueError(f"objective={chosen.name!r}, but the {type(source).__name__} is set to predict {told.name!r}; change one of them")

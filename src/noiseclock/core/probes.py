@@ -6,15 +6,17 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.health import warn
@@ -24,6 +26,7 @@ from noiseclock.core.table import lasting
 
 Measured = TypeVar("Measured")
 HALF = (torch.bfloat16, torch.float16)
+MOST = 100  # items of a sequence that are searched for labels
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
@@ -42,18 +45,40 @@ def modules_of(predict: Any) -> list[nn.Module]:
 
 
 def rows_held(predict: Any, batch: int) -> list[str]:
-    """The names of values inside a function or partial that have one row for each of `batch` samples: tensors and captions, also in a mapping."""
+    """The names of values that a function, partial or module brings along and that have one row for each of `batch` samples: tensors and captions.
+
+    Also in mappings and sequences, in defaults of arguments, and in those attributes of an object that the function's own code names.
+    """
     held: dict[str, Any] = {}
+    named: set[str] = set()
     if isinstance(predict, functools.partial):
         held = {**{f"argument {i}": value for i, value in enumerate(predict.args)}, **predict.keywords}
     elif inspect.isfunction(predict):
         predict = inspect.unwrap(predict)
         seen = inspect.getclosurevars(predict)
         # getclosurevars counts attribute names as globals, but `unet(x, t).sample` has nothing to do with a global `sample`
-        named = {instruction.argval for instruction in dis.get_instructions(predict) if instruction.opname == "LOAD_GLOBAL"}
-        held = {**{name: value for name, value in seen.globals.items() if name in named}, **seen.nonlocals}
-    inner = {f"{name}[{key!r}]": part for name, value in held.items() if isinstance(value, Mapping) for key, part in value.items()}
-    return [name for name, value in (held | inner).items() if batch > 1 and (_has_rows(value, batch) or _captions(value, batch))]
+        names = {instruction.argval for instruction in dis.get_instructions(predict) if instruction.opname == "LOAD_GLOBAL"}
+        given = {name: p.default for name, p in inspect.signature(predict).parameters.items() if p.default is not p.empty}
+        held = {**{name: value for name, value in seen.globals.items() if name in names}, **seen.nonlocals, **given}
+        named = set(predict.__code__.co_names)
+    elif isinstance(predict, nn.Module) and inspect.isfunction(forward := inspect.getattr_static(type(predict), "forward", None)):
+        held, named = {"it": predict}, set(forward.__code__.co_names)
+    return [name for value_name, value in held.items() for name in _rows_in(value_name, value, batch, named)] if batch > 1 else []
+
+
+def _rows_in(name: str, value: Any, batch: int, named: set[str], depth: int = 3) -> Iterator[str]:
+    """The names of the parts of a value that have one row for each sample. named: the attributes of objects to look at."""
+    if _has_rows(value, batch) or _captions(value, batch):
+        yield name
+    elif depth and isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _rows_in(f"{name}[{key!r}]", part, batch, named, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for i, part in enumerate(value[:MOST]):
+            yield from _rows_in(f"{name}[{i}]", part, batch, named, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+        for key in sorted(named & vars(value).keys()):
+            yield from _rows_in(f"{name}.{key}", vars(value)[key], batch, named, 0)
 
 
 @contextmanager
@@ -73,15 +98,16 @@ def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None
 @contextmanager
 def full_precision(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     """Disable autocast, also that of accelerate, which wraps the model's forward in autocast and keeps the plain one as `_original_forward`."""
-    wrapped = [module.__dict__ for root in modules for module in root.modules() if {"forward", "_original_forward"} <= module.__dict__.keys()]
-    kept = [own["forward"] for own in wrapped]
+    # a model that was compiled first forwards this attribute, but not its `forward`, to the module inside
+    both = [(module.__dict__, getattr(module, "_orig_mod", module).__dict__) for root in modules for module in root.modules()]
+    wrapped = [(own, own["forward"], inner["_original_forward"]) for own, inner in both if "forward" in own and "_original_forward" in inner]
     try:
-        for own in wrapped:
-            own["forward"] = own["_original_forward"]
+        for own, _, plain in wrapped:
+            own["forward"] = plain
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        for own, forward in zip(wrapped, kept, strict=True):
+        for own, forward, _ in wrapped:
             own["forward"] = forward
 
 
@@ -103,6 +129,18 @@ def _parts(f: Callable[[Any], Any], thing: Any) -> Any:
 def map_tensors(f: Callable[[Tensor], Tensor], thing: Any) -> Any:
     """`thing` with f applied to every tensor in it, through mappings, sequences and dataclasses."""
     return f(thing) if isinstance(thing, Tensor) else _parts(lambda part: map_tensors(f, part), thing)
+
+
+def tensors_in(thing: Any) -> list[Tensor]:
+    """All tensors in it, found as by `map_tensors`."""
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    map_tensors(keep, thing)
+    return found
 
 
 def take_rows(cond: Any, rows: Tensor, batch: int) -> Any:
@@ -131,8 +169,13 @@ def _one_for_each(items: Sequence[Any]) -> bool:
     """
     if tensors := [item for item in items if isinstance(item, (Tensor, np.ndarray))]:
         return not all(_has_rows(tensor, len(items)) for tensor in tensors)
-    allowed = (str, type(None)) if isinstance(items, tuple) else (str, type(None), int, float)
-    return all(isinstance(item, allowed) for item in items)
+    allowed = (str, type(None)) if isinstance(items, tuple) else (str, type(None), int, float, Mapping, list, tuple)
+    return all(isinstance(item, allowed) for item in items) and not any(_holds_rows(item, len(items)) for item in items)
+
+
+def _holds_rows(thing: Any, batch: int) -> bool:
+    """Is there a tensor inside with one row for each sample? Then `thing` is not of one sample."""
+    return any(_has_rows(x, batch) for x in tensors_in(thing))
 
 
 class Probe:
@@ -171,7 +214,7 @@ class Probe:
         self.lowered: list[int] = []  # `rows` each time that memory ran out; copies of a probe share this list
         self.optimizers, self.seed = optimizers, seed
         self.lost: Tensor | None = None
-        self._exact = False
+        self._exact = self._watched = False
         self._wide = not any(p.dtype in HALF for module in modules for p in module.parameters())
         if held := rows_held(predict, len(x0)):
             warn(
@@ -179,10 +222,10 @@ class Probe:
                 "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them"
             )
 
-    def exact(self) -> Probe:
-        """This probe without autocast, for differences that bfloat16 would round away."""
+    def exact(self, *, watched: bool = False) -> Probe:
+        """This probe without autocast, for differences that bfloat16 would round away. watched: warn if the model uses half precision still."""
         other = copy(self)
-        other._exact = True
+        other._exact, other._watched = True, watched
         return other
 
     def shuffled(self) -> Tensor:
@@ -230,12 +273,17 @@ class Probe:
 
     def _chunk(self, time: Tensor, rows: Tensor, noise_rows: Tensor) -> Tensor:
         x_t, t, cond, target = self.inputs(time, rows, noise_rows, None if self._exact else self.autocast)
-        prediction = call(self.predict, x_t, t, cond)
-        if self._exact and getattr(prediction, "dtype", None) in HALF:
+        noting = _NotingHalf()
+        with noting if self._watched and _is_eager(self.predict) else nullcontext():
+            prediction = call(self.predict, x_t, t, cond)
+        halves = [*noting.found, *(x.dtype for x in tensors_in(prediction) if x.dtype in HALF)]
+        if self._watched and halves:
             warn(
-                f"the model computes in {prediction.dtype} with autocast switched off, so the small differences that this probe measures are mostly "
-                "rounding errors; use autocast around the call of the model, not inside its forward"
+                f"the model computes in {halves[0]} with autocast switched off, so the small differences that this probe measures are mostly "
+                "rounding errors; use autocast around the call of the model, not inside its forward, or let predict switch off the model's own half "
+                "precision"
             )
+        self._watched = False  # one pass is enough
         return squared_error(prediction, target)
 
     def inputs(self, time: Tensor, rows: Tensor, noise_rows: Tensor, autocast: torch.dtype | None) -> tuple[Tensor, Tensor, Any, Tensor]:
@@ -253,6 +301,26 @@ class Probe:
         if self._exact:
             return full_precision(self.modules, self.x0.device)
         return uncached(self.x0.device, self.autocast)
+
+
+class _NotingHalf(TorchFunctionMode):
+    """Notes the half-precision dtypes that torch's functions return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.found.update(x.dtype for x in tensors_in(output) if x.dtype in HALF)
+        return output
+
+
+def _is_eager(predict: Predict) -> bool:
+    """Are its modules known, and not compiled? Compiled code would be compiled once more under a function mode."""
+    modules = {module for root in modules_of(predict) for module in root.modules()}
+    compiled = any(hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+    return bool(modules) and not compiled and not hasattr(predict, "_torchdynamo_orig_callable")
 
 
 def uncached(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

@@ -54,7 +54,7 @@ class VarianceOptimal(Priced):
             raise ValueError(f"VarianceOptimal: gain must lie in (0, 1], got {self.gain}")
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
-        exact, device = probe.exact(), probe.x0.device
+        exact, device = probe.exact(watched=number == 0), probe.x0.device
         rows = probe.shuffled()[: -(-self.samples // ranks.count())]
         exact.rows = min(exact.rows, len(rows))  # otherwise each pass would be filled up to a whole batch
         time = evenly(len(rows) * ranks.count(), number, device)[ranks.mine() :: ranks.count()]

@@ -1,0 +1,342 @@
+"""Mistakes in a user's loop that trained something else without a word: each is now right by itself, told of once, or refused."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import noiseclock as nc
+from noiseclock.core.directions import metric
+from noiseclock.core.likelihood import decoder_term
+from noiseclock.core.probes import full_precision, take_rows
+from small_loops import Denoiser, Probing, data
+
+
+def said(run) -> list[str]:
+    """The warnings that it gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught]
+
+
+# --- labels that predict brings along -----------------------------------------------------------------------------------------------------
+
+LABELS = torch.arange(16.0)[:, None]
+
+
+class Labelled(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.labels, self.unused = model, LABELS, torch.zeros(16, 3)
+
+    def forward(self, x, t):
+        return self.model(x, t, self.labels)
+
+
+def bringing(how, model):
+    batch, nested, mine = (data(), LABELS), {"text": {"pooled": LABELS}}, Labelled(model)
+    return {
+        "batch[1]": lambda x, t: model(x, t, batch[1]),
+        "labels": lambda x, t, labels=LABELS: model(x, t, labels),
+        "nested['text']['pooled']": lambda x, t: model(x, t, nested["text"]["pooled"]),
+        "mine.labels": lambda x, t: mine.model(x, t, mine.labels),
+        "it.labels": mine,
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["batch[1]", "labels", "nested['text']['pooled']", "mine.labels", "it.labels"])
+def test_labels_are_found_wherever_predict_has_them(how):
+    predict = bringing(how, Denoiser(conditions=1))
+    (message,) = said(lambda: nc.Clock("linear", Probing()).draw(data(), predict=predict))
+    assert how in message.partition(", with a row")[0]
+    assert "unused" not in message  # an attribute that the function does not name
+
+
+def test_a_scripted_model_is_probed():
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x, t):
+            return self.layer(x) + t[:, None].to(x.dtype)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is moving away from it
+        model = torch.jit.script(Linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(optimizer)
+    for _ in range(3):
+        b = clock.draw(data(), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+    assert clock.sampler.probes == 3
+
+
+# --- conditioning by a list with one item per sample --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda i: {"box": (i, i)}, lambda i: [i, "a caption"], lambda i: ("short", f"long {i}")])
+def test_structures_of_one_sample_each_stay_with_it(make):
+    rows = torch.tensor([3, 0, 0])
+    assert take_rows([make(i) for i in range(5)], rows, 5) == [make(i) for i in (3, 0, 0)]
+    assert take_rows({"tokens": [make(i) for i in range(5)]}, rows, 5)["tokens"] == [make(i) for i in (3, 0, 0)]
+
+
+def test_structures_of_the_whole_batch_are_looked_into():
+    first, second = take_rows([{"y": torch.arange(2)}, {"y": torch.arange(2) + 5}], torch.tensor([1]), 2)
+    assert (first["y"].tolist(), second["y"].tolist()) == ([1], [6])
+
+
+# --- precision ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_accelerates_autocast_around_a_model_that_was_compiled_first_is_switched_off():
+    """It keeps the plain forward in the module inside, because the compiled one forwards that attribute and not `forward`."""
+    net = nn.Linear(2, 2)
+    compiled = torch.compile(net, backend="eager")
+    compiled._original_forward = compiled.forward
+    compiled.forward = torch.autocast("cpu", dtype=torch.bfloat16)(compiled.forward)
+    wrapped = compiled.__dict__["forward"]
+    assert "_original_forward" in net.__dict__
+    assert compiled(torch.ones(1, 2)).dtype == torch.bfloat16
+    with full_precision([compiled], torch.device("cpu")):
+        assert compiled(torch.ones(1, 2)).dtype == torch.float32
+    assert compiled.__dict__["forward"] is wrapped
+
+
+def test_half_precision_between_float32_ends_is_told_of_once():
+    class Halved(Denoiser):
+        full = False
+
+        def forward(self, x, t, full=False):
+            dtype = torch.float32 if full else torch.bfloat16
+            return super().forward(nn.functional.linear(x.to(dtype), torch.eye(2, dtype=dtype)).float(), t)
+
+    def train(**how):
+        model = Halved()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(optimizer)
+        for _ in range(4):
+            b = clock.draw(data(), predict=lambda x, t: model(x, t, **how))
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+
+    (message,) = said(train)
+    assert message.startswith("the model computes in torch.bfloat16 with autocast switched off")
+    assert said(lambda: train(full=True)) == []
+
+
+# --- the loss -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_validation_by_draw_and_loss_is_not_learned_from():
+    clock = nc.Clock("linear", nc.LossSecondMoment(bins=4, refresh=1, warmup=1))
+    state = str(clock.sampler.state_dict())
+
+    def validate():
+        with torch.no_grad():
+            for _ in range(5):
+                b = clock.draw(torch.randn(64, 2))
+                assert clock.loss(b, b.x_t).shape == (64,)
+
+    (message,) = said(validate)
+    assert "is taken for a validation" in message
+    assert "clock.at" in message
+    assert str(clock.sampler.state_dict()) == state
+    assert clock.record.by_time().drawn.sum() == 0
+
+
+@pytest.mark.parametrize("sampler", [nc.VarianceOptimal(), nc.Uniform(), nc.LossSecondMoment()])
+def test_a_corrected_clock_whose_loss_is_not_used_says_so(sampler):
+    def train(own):
+        model = Denoiser()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        clock = nc.Clock("linear", sampler, correct="importance").attach(optimizer)
+        for _ in range(110):
+            b = clock.draw(data(), predict=model)
+            prediction = model(b.x_t, b.t)
+            ((prediction - b.target).square() if own else clock.loss(b, prediction)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (message,) = said(lambda: train(own=True))
+    assert "use clock.loss(b, prediction), or clock.weigh" in message or "has seen no loss" in message
+    assert said(lambda: train(own=False)) == []
+
+
+def test_negative_errors_of_ones_own_make_no_negative_density():
+    clock = nc.Clock("linear", nc.LossEMA(bins=8, refresh=1, warmup=1))
+    for _ in range(20):
+        b = clock.draw(torch.randn(64, 2))
+        clock.weigh(b, b.time.float() - 0.3)
+        clock.updated()
+    density = clock.plot_data().p
+    assert density.min() > 0.09  # the floor
+    assert density[-100:].mean() > 1.5
+
+
+# --- optimisers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def parts(model):
+    first = list(model.net[0].parameters())
+    return first, [p for p in model.parameters() if all(p is not q for q in first)]
+
+
+def test_an_optimiser_that_steps_rarely_is_noticed_and_an_average_is_not():
+    def train(rare, average):
+        model = Denoiser()
+        first, rest = parts(model)
+        if average:
+            model.average = nn.Parameter(first[0].detach().clone(), requires_grad=False)
+        attached, other = torch.optim.SGD(rest if rare else [*first, *rest], lr=0.1), torch.optim.SGD(first, lr=0.1)
+        clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(attached)
+        for i in range(10):
+            b = clock.draw(data(), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            attached.step()
+            if rare and i == 5:
+                other.step()
+            if average:
+                model.average.data.lerp_(first[0].detach(), 0.1)
+            model.zero_grad()
+
+    (message,) = said(lambda: train(rare=True, average=False))
+    assert message.startswith("2 parameters of the model, such as net.0.weight, are trained by an optimiser that is not attached")
+    assert said(lambda: train(rare=False, average=True)) == []
+
+
+def test_closures_of_an_earlier_optimiser_belong_to_the_update():
+    model = Denoiser()
+    first, rest = parts(model)
+    newton, last = torch.optim.LBFGS(first, lr=0.1, max_iter=4), torch.optim.SGD(rest, lr=0.01)
+    clock = nc.Clock("linear", Probing()).attach(newton, last)
+
+    def closure():
+        model.zero_grad()
+        b = clock.draw(data(), predict=model)
+        loss = clock.loss(b, model(b.x_t, b.t)).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        newton.step(closure)
+        last.step()
+    assert clock.updates == 6
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * 2  # every third update
+
+
+def test_an_optimiser_of_copies_is_told_from_a_model_that_was_not_found():
+    model = Denoiser()
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    clock = nc.Clock("linear", nc.VarianceOptimal()).attach(torch.optim.SGD(copies, lr=0.1), model=model)
+    with pytest.raises(ValueError, match=r"if it trains copies of them, do not attach it, but call clock.updated\(\)"):
+        clock.draw(data(), predict=model)
+    first, last = (torch.optim.SGD(copies, lr=0.1) for _ in range(2))
+    with pytest.raises(TypeError, match=r"got list; name several one after the other: clock.attach\(first, second\)"):
+        clock.attach([first, last])
+    with pytest.raises(TypeError, match="got Denoiser; the model is named by model="):
+        clock.attach(first, model)
+
+
+def test_a_subclass_of_adam_with_a_state_of_its_own_is_unknown():
+    class Own(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step(closure)
+            for state in self.state.values():
+                state["exp_avg_sq"] = state["exp_avg_sq"].flatten()[:1].to(torch.uint8)  # as one that compresses it
+
+    weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for kind, known in ((Own, False), (torch.optim.AdamW, True)):
+        optimizer = kind([weight, unused])
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        assert not optimizer.state[unused]  # which leaves an empty state
+        power, reason = metric([optimizer], [weight, unused])
+        assert (reason == "") == known
+        assert isinstance(power[0], torch.Tensor) == known
+
+
+@pytest.mark.parametrize(("momentum", "dampening"), [(0.0, 0.0), (0.9, 0.0), (0.9, 0.9)])
+def test_the_metric_of_sgd_is_what_one_gradient_does_in_the_end(momentum, dampening):
+    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.01, momentum=momentum, dampening=dampening)
+    for gradient in [0.0, 1.0, *[0.0] * 400]:  # the first gradient is not dampened; after 400 steps momentum has kept 1e-18 of it
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    (power,), _ = metric([optimizer], [weight])
+    assert power == pytest.approx(-float(weight.detach()), rel=1e-9)
+
+
+# --- measurements -------------------------------------------------------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """Predicts p + q: autograd gives both one tensor of gradients."""
+
+    def __init__(self, two):
+        super().__init__()
+        self.p, self.q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3)) if two else None
+
+    def forward(self, x, t):
+        return 0 * x + (self.p if self.q is None else self.p + self.q)
+
+
+def test_two_parameters_with_one_gradient_have_twice_the_utility():
+    """‖∇J‖² is that of one parameter, twice; here J's gradient is 2/3·(p - mean noise) for each of three numbers, up to 2 % of sampling error."""
+    x0 = torch.randn(4096, 3, generator=torch.Generator().manual_seed(0))
+    clock = nc.Clock("linear", "uniform")
+    for two in (False, True):
+        model = Sum(two)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = nc.measure.utility_over_time(clock, model, optimizer, x0, bins=1, probes=8, batch=4096).utility
+        assert found == pytest.approx(0.1 * (2 if two else 1) * 3 * (2 / 3) ** 2, rel=0.02)
+
+
+def test_measurements_with_several_optimisers_restore_both():
+    torch.manual_seed(0)
+    model = Denoiser()
+    first, rest = parts(model)
+    both = [torch.optim.SGD(first, lr=0.1), torch.optim.Adam(rest, lr=0.1)]
+    clock = nc.Clock("linear", "uniform")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = nc.measure.interdependence(clock, model, both, data(64), updates=3, times=4, batch=16)
+    alone = nc.measure.interdependence(clock, model, both[0], data(64), updates=3, times=4, batch=16)
+    assert abs(found.change - alone.change).max() > 1e-6  # the second has trained too
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not both[1].state
+    whole, part = (nc.measure.utility_over_time(clock, model, of, data(64), bins=1, probes=2).utility for of in (both, both[0]))
+    assert whole != part
+
+
+def test_the_likelihood_of_unscaled_images_is_refused():
+    schedule, x0 = nc.schedule("linear"), torch.zeros(2, 1, 2, 2)
+    with pytest.raises(ValueError, match=r"scaled to \[-1, 1\], but x0 reaches 255"):
+        decoder_term(schedule, x0 + 255, x0)
+    with pytest.raises(ValueError, match=r"the prediction has shape \(2, 1, 2, 1\), x0 \(2, 1, 2, 2\)"):
+        decoder_term(schedule, x0, x0[..., :1])
+    with pytest.raises(ValueError, match="levels must be at least 2, got 1"):
+        decoder_term(schedule, x0, x0, levels=1)
+
+
+def test_a_damaged_state_of_adaptive_is_refused_before_anything_changes():
+    clock = nc.Clock(nc.schedule("linear", steps=99), nc.Adaptive(every=1))
+    model = Denoiser()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock.attach(optimizer)
+    for _ in range(3):
+        b = clock.draw(data(), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+    state = clock.state_dict()
+    moments = state["sampler"]["optimizer"]
+    name = next(name for name in moments if name.endswith("exp_avg"))
+    policy = next(iter(state["sampler"]["policy"]))
+    for part, key, value in (("optimizer", name, torch.zeros(1)), ("policy", policy, state["sampler"]["policy"][policy] * torch.nan)):
+        damaged = {**state, "updates": 99, "sampler": {**state["sampler"], part: {**state["sampler"][part], key: value}}}
+        with pytest.raises(ValueError, match="Adaptive: the state is damaged"):
+            clock.load_state_dict(damaged)
+    assert clock.updates == 3
