@@ -16,6 +16,8 @@ import made_up_results
 from made_up_results import HIGHER, HOSTILE, HOSTILES, LOWER, TIMES
 from noiseclock.lab import report, report_charts, report_figures, report_markdown, report_page, statistics
 from noiseclock.lab.errors import Failure, Mistake
+from noiseclock.lab.methods import values
+from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import Cell, Results, read
 
 
@@ -163,7 +165,7 @@ def test_sweeps_are_methods_that_differ_in_one_option():
         "speed:k=9,tau=600",
         "adaptive:count=3@importance",
     ]
-    found = {sweep["title"]: sweep for sweep in report_charts.sweeps(methods)}
+    found = {sweep["title"]: sweep for sweep in report_charts.sweeps(methods, {})}
     assert {title: sweep["points"] for title, sweep in found.items()} == {
         "adaptive:count=…": [(2, 1.0), (1, 10.0)],
         "speed:k=5,tau=…": [(3, 600.0), (4, 700.0)],
@@ -171,12 +173,26 @@ def test_sweeps_are_methods_that_differ_in_one_option():
     }
     assert found["adaptive:count=…"]["label"].startswith("|S|")
     assert [sweep["log"] for sweep in found.values()] == [True, False, False]
-    words = report_charts.sweeps(["adaptive:select=f+min-snr:gamma=5", "adaptive:select=greedy+min-snr:gamma=5"])
+    words = report_charts.sweeps(["adaptive:select=f+min-snr:gamma=5", "adaptive:select=greedy+min-snr:gamma=5"], {})
     assert [(sweep["label"], sweep["points"], sweep["numeric"]) for sweep in words] == [("select of adaptive", [(0, "f"), (1, "greedy")], False)]
-    [gamma] = report_charts.sweeps(["adaptive+min-snr:gamma=1", "adaptive+min-snr:gamma=5"])
+    [gamma] = report_charts.sweeps(["adaptive+min-snr:gamma=1", "adaptive+min-snr:gamma=5"], {})
     assert gamma["label"] == "gamma of min-snr"
     for odd in ("", ":", "a:=", "a:b=", "=,:+@", "a:b=c=d", ":b=1", ",b=1"):
-        report_charts.sweeps([odd, odd + "1"])
+        report_charts.sweeps([odd, odd + "1"], {odd: {odd: odd}})
+
+
+def test_a_sweep_has_the_default_of_its_option():
+    methods = ["speed+change-aware", "speed:k=10+change-aware", "speed:k=1+change-aware", "speed:tau=500+change-aware", "speed:tau=800+change-aware"]
+    more = ["adaptive.paper", "adaptive.paper:select=greedy", "adaptive.paper:count=1,stride=9", "adaptive.paper:stride=9"]
+    options = {method: values(method, Recipe()) for method in (*methods, *more)}
+    found = {sweep["title"]: sweep["points"] for sweep in report_charts.sweeps([*methods, *more], options)}
+    assert found == {
+        "speed:k=…+change-aware": [(2, 1.0), (0, 5.0), (1, 10.0)],
+        "speed:tau=…+change-aware": [(3, 500.0), (4, 800.0)],  # its default, "auto", is no place on an axis of numbers
+        "adaptive.paper:select=…": [(6, "greedy"), (5, "f")],
+        "adaptive.paper:count=…,stride=9": [(7, 1.0), (8, 3.0)],
+        "adaptive.paper:stride=…": [(5, 1.0), (8, 9.0)],
+    }
 
 
 def test_a_sweep_ends_where_all_its_methods_are_on_seeds_that_all_have():

@@ -40,7 +40,7 @@ from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
 from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, refuse_encoded, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
-from noiseclock.lab.methods import applied
+from noiseclock.lab.methods import applied, values
 from noiseclock.lab.recipes import Recipe, completed, entry_of
 from noiseclock.lab.results import OF_THE_CELL, THEN, VERSION
 from noiseclock.lab.sources import refuse_among
@@ -103,11 +103,13 @@ class Plan:
         return [Cell(method, lr, seed) for seed, lr, method in product(self.seeds, self.lrs, self.methods)]
 
     def config(self) -> dict[str, Any]:
-        """The content of compare.json, except "made with". changed: the settings that differ from the named recipe."""
+        """The content of compare.json, except "made with". changed: the settings that differ from the named recipe. options: see `methods.values`."""
         mine = {name: value for name, value in asdict(self).items() if name not in ("base", "recipe")}
         settings, usual = self.base.settings(), entry_of(self.recipe).recipe.settings()
         changed = [name for name, value in settings.items() if value != usual[name] and name not in OF_THE_CELL]
-        return {"version": VERSION, "recipe": self.recipe, "settings": settings, "changed": changed, **mine, "baseline": self.methods[0]}
+        options = {method: values(method, self.base) for method in self.methods}
+        mine |= {"changed": changed, "options": options, "baseline": self.methods[0]}
+        return {"version": VERSION, "recipe": self.recipe, "settings": settings, **mine}
 
 
 class Cell(NamedTuple):
@@ -284,7 +286,8 @@ def _joined(plan: Plan, folder: Path) -> dict[str, Any]:
     if not (folder / "compare.json").exists():
         return mine
     theirs = _theirs(plan, folder)
-    return {**mine, **{name: _union(theirs[name], mine[name]) for name in GROWS}, "baseline": theirs["baseline"]}
+    options = theirs.get("options", {}) | mine["options"]
+    return {**mine, **{name: _union(theirs[name], mine[name]) for name in GROWS}, "options": options, "baseline": theirs["baseline"]}
 
 
 def _union(known: list[Any], more: list[Any]) -> list[Any]:
@@ -437,7 +440,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     """The settings that must be the same in all runs of one comparison, as one flat mapping."""
-    apart = (*GROWS, "baseline", "changed", "settings", "made with")
+    apart = (*GROWS, "baseline", "changed", "options", "settings", "made with")
     settings = {name: value for name, value in completed(config["settings"]).items() if name not in OF_THE_CELL}
     return {name: value for name, value in config.items() if name not in apart} | settings
 

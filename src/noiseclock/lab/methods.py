@@ -9,7 +9,9 @@ paper's, which is `logit-normal`, on all others. (`noiseclock train --sampler lo
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from typing import Any
 
 from noiseclock.core.names import SAMPLERS, SHORT
 from noiseclock.core.weightings import WEIGHTINGS
@@ -44,3 +46,19 @@ def applied(text: str, recipe: Recipe) -> Recipe:
     if at:
         choose("correction", correct, CORRECTIONS)
     return replace(recipe, sampler=chosen["sampler"], weighting=chosen["weighting"], correct=correct if at else "auto")
+
+
+def values(text: str, recipe: Recipe) -> dict[str, Any]:
+    """The numbers and words that a method's options have, also those that it leaves at their defaults, by the name that the method has for the part.
+
+    >>> values("speed:k=3+min-snr", Recipe())
+    {'speed:k': 3.0, 'speed:tau': 'auto', 'speed:variant': 'paper', 'min-snr:gamma': 5.0}
+    """
+    clock = applied(text, recipe).clock()
+    found: dict[str, Any] = {}
+    for part in text.partition("@")[0].split("+"):
+        name = part.partition(":")[0]
+        thing = clock.sampler if name in SAMPLERS or name in SHORT else clock.weighting
+        options = ((option, getattr(thing, option, None)) for option in inspect.signature(type(thing)).parameters)
+        found |= {f"{name}:{option}": value for option, value in options if isinstance(value, (int, float, str)) and not isinstance(value, bool)}
+    return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def charts(results: Results) -> dict[str, Any]:
         "loss": loss(results),
         "utility": utility(results),
         "density": density(results),
-        "sweeps": sweeps(results.methods),
+        "sweeps": sweeps(results.methods, results.config.get("options", {})),
         "overhead": overhead(results),
     }
 
@@ -83,7 +83,7 @@ def quality(results: Results, metric: str) -> dict[str, Any]:
         "name": statistics.title(results, metric), "higher": higher, "step": end.step, "curves": curves, "target": _mean(level),
         "day": day if day is not None and math.isfinite(day) and day > 0 else None,
         "log": not higher and bool(values) and min(values) > 0 and max(values) > LOG_FROM * min(values),
-        "sweeps": [at_the_end_of(sweep, results, metric) for sweep in sweeps(results.methods)],
+        "sweeps": [at_the_end_of(sweep, results, metric) for sweep in sweeps(results.methods, results.config.get("options", {}))],
         "lrs": [_by_lr(method, ends) for method in results.methods],
     }  # fmt: skip
 
@@ -175,10 +175,10 @@ def overhead(results: Results) -> list[dict[str, Any] | None]:
 # --- sweeps -------------------------------------------------------------------------------------------------------------------------------
 
 
-def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
-    """Groups of methods that differ in the value of one option, ordered by that value.
+def sweeps(methods: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of methods that differ in the value of one option, ordered by that value. options: those of each method, as compare.json has them.
 
-    >>> [found] = sweeps(["uniform", "speed:k=10,tau=700", "speed:k=5,tau=700", "speed:k=5"])
+    >>> [found] = sweeps(["uniform", "speed:k=10,tau=700", "speed:tau=700", "speed:k=5"], {"speed:tau=700": {"speed:k": 5.0, "speed:tau": 700}})
     >>> found["title"], found["points"]
     ('speed:k=…,tau=700', [(2, 5.0), (1, 10.0)])
     """
@@ -190,11 +190,15 @@ def sweeps(methods: Iterable[str]) -> list[dict[str, Any]]:
             groups.setdefault(key, []).append((m, match[2]))
     found = []
     for (before, after, name, option), points in groups.items():
+        numeric = all(_float(value) is not None for _, value in points)
+        begin = before.removesuffix(f"{option}=")  # ends with the ":" or "," before the option
+        default = begin[:-1] + (begin[-1] + after[1:] if after.startswith(",") else after)  # the method that leaves the option as it is
+        usual = str(options.get(default, {}).get(f"{name}:{option}", ""))
+        if default in methods and usual and (_float(usual) is not None or not numeric):
+            points = [*points, (methods.index(default), usual)]
         if len(points) < 2:
             continue
-        numbers = [_float(value) for _, value in points]
-        known = [value for value in numbers if value is not None]
-        numeric = len(known) == len(points)
+        known = [number for _, value in points if (number := _float(value)) is not None]
         ordered: list[tuple[int, Any]] = sorted(zip((m for m, _ in points), known, strict=True), key=lambda p: p[1]) if numeric else [*points]
         log = numeric and min(known) > 0 and max(known) >= 8 * min(known)
         label = "|S|, times that a probe measures" if (name.partition(".")[0], option) == ("adaptive", "count") else f"{option} of {name}"

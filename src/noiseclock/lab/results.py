@@ -165,6 +165,7 @@ def _config(path: Path, problems: list[str]) -> dict[str, Any]:
     kinds: dict[str, Callable[[Any], bool]] = {
         "recipe": _is_text, "baseline": _is_text, "settings": _is_object, "made with": _is_object, "every": _is_count, "samples": _is_count,
         "methods": _list_of(_is_text), "changed": _list_of(_is_text), "seeds": _list_of(_is_count), "lrs": _list_of(_is_rate),
+        "options": lambda value: _is_object(value) and all(map(_is_object, value.values())),
     }  # fmt: skip
     return _fitting(config, kinds, path, problems)
 
