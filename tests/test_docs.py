@@ -225,6 +225,22 @@ def test_broken_links_are_found(tmp_path):
     assert broken_links(tmp_path / "README.md", tmp_path) == ["docs/page.md#one"]
 
 
+def uneven_rows(text: str) -> list[str]:
+    """Rows of tables with other cells than their heading: a | in a sentence, also in code, ends a cell."""
+    tables = re.findall(r"(?:^\|.*\n)+", FENCE.sub("", text), re.MULTILINE)
+    cells = [[(row, len(re.findall(r"(?<!\\)\|", row))) for row in table.splitlines()] for table in tables]
+    return [row for table in cells for row, count in table if count != table[0][1]]
+
+
+@every_page
+def test_every_row_of_a_table_has_the_cells_of_its_heading(page):
+    assert uneven_rows(page.read_text() + "\n") == []
+
+
+def test_uneven_rows_are_found():
+    assert uneven_rows("| a | b |\n|---|---|\n| |S| | 1 |\n| `x\\|y` | 2 |\n\n| c |\n|---|\n") == ["| |S| | 1 |"]
+
+
 # --- nothing is missing ---------------------------------------------------------------------------------------------------------------
 
 
