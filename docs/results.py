@@ -72,6 +72,16 @@ def ablation(folder: str, method: str) -> list[str]:
     return [heading, rule, *sorted(rows, key=lambda row: row.split("`")[1])]
 
 
+def rates(*folders: str) -> list[str]:
+    """FID at the first evaluation of every method that was trained at each learning rate, seed 0."""
+    compared = [read(RAW / folder, at=STEPS[0]) for folder in folders]
+    cells = [cell for results in compared for cell in results.cells if cell.seed == 0]
+    found = {(cell.method, cell.lr): point["frechet"] for cell in cells for point in cell.points if point["step"] == STEPS[0]}
+    at = sorted({lr for _, lr in found})
+    methods = [method for method in compared[0].methods if all((method, lr) in found for lr in at)]
+    return lines(["FID, 5k", *map(str, at)], ([f"`{method}`", *(f"{found[method, lr]:.1f}" for lr in at)] for method in methods))
+
+
 def early(folder: str, steps: Sequence[int], wanted: Callable[[str], bool], metrics: Sequence[str] = USUAL) -> list[str]:
     """FID at these steps, and the other measures at the last of them."""
     through = [table(read(RAW / folder, at=step), "frechet") for step in steps]
@@ -172,6 +182,7 @@ TABLES = {
     "schedules": schedules,
     "linear": partial(sprint, "cifar10-sprint-20k"),
     "linear, stopped": partial(stopped, "cifar10-sprint-20k", *STEPS[:1]),
+    "learning rates": partial(rates, "cifar10-sprint-5k", "cifar10-sprint-20k"),
     "settings of SpeeD": partial(ablation, "cifar10-sprint-20k", "speed+change-aware"),
     "settings of adaptive": partial(ablation, "cifar10-sprint-20k", "adaptive.paper"),
     "cosine": partial(sprint, "cifar10-sprint-cosine"),
