@@ -42,7 +42,7 @@ def test_cifar10_is_table_7_of_the_adaptive_paper(schedule):
 
 
 def test_cifar10_sprint_is_a_narrow_model_for_20k_steps():
-    assert values("cifar10-sprint", "data", "channels", "updates") == ("cifar10", 64, 20_000)
+    assert values("cifar10-sprint", "data", "channels", "updates", "lr") == ("cifar10", 64, 20_000, 4e-4)
 
 
 def test_edm_is_as_released_but_for_the_network():

@@ -247,7 +247,7 @@ RECIPES: dict[str, Entry] = {
     "cifar10-quadratic": _cifar10("quadratic"),
     "cifar10-sprint": Entry(
         Recipe(
-            data="cifar10", flip=True, sampler="variance-optimal", channels=64, dropout=0.1, warmup=500, updates=20_000, ema=0.999,
+            data="cifar10", flip=True, sampler="variance-optimal", channels=64, dropout=0.1, lr=4e-4, warmup=500, updates=20_000, ema=0.999,
             precision="bf16", compile=True, log_every=100, save_every=2000, validate_every=2000, sample_every=4000,
         ),
         "a CIFAR-10 model in minutes on one large GPU, for comparisons", "CIFAR-10, a GPU", "9.0 M parameters, 20k updates",
