@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from noiseclock.core.batch import Batch
 from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective
-from noiseclock.core.schedules import Level, Schedule
+from noiseclock.core.schedules import Schedule
 from noiseclock.core.table import lasting, widen
 from noiseclock.core.weightings import Constant, Weighting
 
@@ -113,15 +113,6 @@ class Uncertainty(Weighting):
     def updated(self, updates: int) -> None:
         if updates == PATIENCE and not any(bool(p.detach().any()) for p in self.parameters()):  # waits for the device, once
             warn(f"Uncertainty: u is still 0 after {PATIENCE} updates, so it does not learn; give its .parameters() to the optimiser")
-
-    def x0(self, z: Level) -> Tensor:
-        return self.weighting.x0(z)
-
-    def eps(self, z: Level) -> Tensor:
-        return self.weighting.eps(z)
-
-    def shared(self, z: Level) -> Tensor:
-        return self.weighting.shared(z)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value.clone() for name, value in self.net.state_dict().items()}

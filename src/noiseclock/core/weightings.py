@@ -43,22 +43,8 @@ class Weighting(ABC):
     normalize: bool = False
 
     @abstractmethod
-    def x0(self, z: Level) -> Tensor: ...
-    @abstractmethod
-    def eps(self, z: Level) -> Tensor: ...
-    @abstractmethod
-    def shared(self, z: Level) -> Tensor: ...
-
     def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
         """The weight of the objective's squared error at each time, float64, from 0 to CAP. Not normalised: the Clock does that."""
-        z = schedule.level(time)
-        if objective.name == "x0":
-            weight = self.x0(z)
-        elif objective.name == "eps":
-            weight = self.eps(z)
-        else:
-            weight = self.shared(z) / objective.scale(z)
-        return weight.clamp(max=CAP)
 
     def apply(self, error: Tensor, batch: Batch, schedule: Schedule, objective: Objective) -> Tensor:
         """(B,) the training loss, from the errors (B,) of a batch drawn with this weighting."""
@@ -77,8 +63,29 @@ class Weighting(ABC):
             raise ValueError(f"{self} has no state, got {sorted(state)}")
 
 
+class ClosedForm(Weighting):
+    """A weight that has the three forms of the table."""
+
+    @abstractmethod
+    def x0(self, z: Level) -> Tensor: ...
+    @abstractmethod
+    def eps(self, z: Level) -> Tensor: ...
+    @abstractmethod
+    def shared(self, z: Level) -> Tensor: ...
+
+    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
+        z = schedule.level(time)
+        if objective.name == "x0":
+            weight = self.x0(z)
+        elif objective.name == "eps":
+            weight = self.eps(z)
+        else:
+            weight = self.shared(z) / objective.scale(z)
+        return weight.clamp(max=CAP)
+
+
 @dataclass(frozen=True)
-class Constant(Weighting):
+class Constant(ClosedForm):
     """Weight 1 on the error of one target: the trained target, unless `on` names another.
 
     `Constant(on="eps")` is DDPM's simple loss whatever the model predicts.
@@ -106,7 +113,7 @@ class Constant(Weighting):
 
 
 @dataclass(frozen=True)
-class MinSNR(Weighting):
+class MinSNR(ClosedForm):
     """min(SNR, γ) on x0 (Hang et al., 2303.09556): good pictures early, at the price of the likelihood."""
 
     gamma: float = 5.0
@@ -125,7 +132,7 @@ class MinSNR(Weighting):
 
 
 @dataclass(frozen=True)
-class SoftMinSNR(Weighting):
+class SoftMinSNR(ClosedForm):
     """γ·SNR/(SNR+γ) on x0: min-SNR without the corner."""
 
     gamma: float = 4.0
@@ -144,7 +151,7 @@ class SoftMinSNR(Weighting):
 
 
 @dataclass(frozen=True)
-class P2(Weighting):
+class P2(ClosedForm):
     """1/(k+SNR)^γ on eps (Choi et al., 2204.00227)."""
 
     k: float = 1.0
@@ -165,7 +172,7 @@ class P2(Weighting):
 
 
 @dataclass(frozen=True)
-class Debiased(Weighting):
+class Debiased(ClosedForm):
     """1/√min(SNR, 1000) on eps (Yu et al., 2310.08442)."""
 
     limit: float = 1000.0
@@ -184,7 +191,7 @@ class Debiased(Weighting):
 
 
 @dataclass(frozen=True)
-class TruncatedSNR(Weighting):
+class TruncatedSNR(ClosedForm):
     """max(SNR, 1) on x0 (Salimans & Ho, 2202.00512)."""
 
     def x0(self, z: Level) -> Tensor:
@@ -198,7 +205,7 @@ class TruncatedSNR(Weighting):
 
 
 @dataclass(frozen=True)
-class Sigmoid(Weighting):
+class Sigmoid(ClosedForm):
     """sigmoid(bias-λ) on eps (Kingma & Gao, 2303.00848; Simpler Diffusion, 2410.19324).
 
     Its authors define it per unit of λ, so per unit of time it has the factor |dλ/du|; `per="time"` leaves this factor out, as many trainers do.
@@ -228,7 +235,7 @@ class Sigmoid(Weighting):
 
 
 @dataclass(frozen=True)
-class VLB(Weighting):
+class VLB(ClosedForm):
     """c_t, the weight of the variational bound, which serves the likelihood only; in nats per dimension (see `Schedule.vlb`)."""
 
     variance: str = "fixed-large"
@@ -251,7 +258,7 @@ class VLB(Weighting):
 
 
 @dataclass(frozen=True)
-class EDMWeight(Weighting):
+class EDMWeight(ClosedForm):
     """SNR + 1/σ_data² on x0: weight 1 on EDM's own target. σ_data is by default the objective's, or 0.5 if the objective has none."""
 
     sigma_data: float | None = None
@@ -276,7 +283,7 @@ class EDMWeight(Weighting):
 
 
 @dataclass(frozen=True)
-class ChangeAware(Weighting):
+class ChangeAware(ClosedForm):
     """SpeeD's weight on eps: how fast the process changes at each step (the slope of 1-ᾱ), rescaled to [1-λ, λ]."""
 
     lam: float = 0.6
