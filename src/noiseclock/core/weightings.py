@@ -84,8 +84,22 @@ class ClosedForm(Weighting):
         return weight.clamp(max=CAP)
 
 
+class OnTarget(Weighting):
+    """Weight 1 on the error of one target."""
+
+    @abstractmethod
+    def _target(self, objective: Objective) -> Objective: ...
+
+    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
+        target = self._target(objective)
+        if target is objective:  # their quotient would be 0/0 for eps at SNR 0 and for x0 at SNR ∞
+            return torch.ones_like(time, dtype=wide(time.device))
+        z = schedule.level(time)
+        return (target.scale(z) / objective.scale(z)).clamp(max=CAP)
+
+
 @dataclass(frozen=True)
-class Constant(ClosedForm):
+class Constant(OnTarget):
     """Weight 1 on the error of one target: the trained target, unless `on` names another.
 
     `Constant(on="eps")` is DDPM's simple loss whatever the model predicts.
@@ -97,19 +111,8 @@ class Constant(ClosedForm):
         if self.on is not None:
             choose("target", self.on, OBJECTIVES)
 
-    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
-        if self.on in (None, objective.name):
-            return torch.ones_like(time, dtype=wide(time.device))
-        return super().__call__(schedule, time, objective)
-
-    def x0(self, z: Level) -> Tensor:
-        return self.shared(z) / z.s2
-
-    def eps(self, z: Level) -> Tensor:
-        return self.shared(z) / z.a2
-
-    def shared(self, z: Level) -> Tensor:
-        return OBJECTIVES[self.on or "eps"]().scale(z)
+    def _target(self, objective: Objective) -> Objective:
+        return objective if self.on is None or self.on == objective.name else OBJECTIVES[self.on]()
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,7 @@ class VLB(ClosedForm):
 
 
 @dataclass(frozen=True)
-class EDMWeight(ClosedForm):
+class EDMWeight(OnTarget):
     """SNR + 1/σ_data² on x0: weight 1 on EDM's own target. σ_data is by default the objective's, or 0.5 if the objective has none."""
 
     sigma_data: float | None = None
@@ -267,19 +270,8 @@ class EDMWeight(ClosedForm):
         if self.sigma_data is not None:
             take_positive(self, "sigma_data")
 
-    def __call__(self, schedule: Schedule, time: Tensor, objective: Objective) -> Tensor:
-        if self.sigma_data is None and objective.name == "edm":
-            return torch.ones_like(time, dtype=wide(time.device))
-        return super().__call__(schedule, time, objective)
-
-    def x0(self, z: Level) -> Tensor:
-        return self.shared(z) / z.s2
-
-    def eps(self, z: Level) -> Tensor:
-        return self.shared(z) / z.a2
-
-    def shared(self, z: Level) -> Tensor:
-        return OBJECTIVES["edm"](self.sigma_data or 0.5).scale(z)
+    def _target(self, objective: Objective) -> Objective:
+        return objective if self.sigma_data is None and objective.name == "edm" else OBJECTIVES["edm"](self.sigma_data or 0.5)
 
 
 @dataclass(frozen=True)
