@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -305,42 +305,37 @@ def _zero_terminal(betas: Array) -> Array:
     return np.asarray(1 - alpha_bar / np.append(1.0, alpha_bar[:-1]))
 
 
-def _spaced(start: float, end: float, steps: int, power: int) -> Array:
-    return np.asarray(np.linspace(start ** (1 / power), end ** (1 / power), steps, dtype=np.float64) ** power)
+@dataclass(frozen=True)
+class _Spaced(Discrete):
+    """β^(1/power) equally spaced."""
+
+    steps: int = 1000
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+    zero_terminal_snr: bool = False
+    power: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        take_positive(self, "beta_start", "beta_end")
+        super().__post_init__()
+
+    def _make_betas(self) -> Array:
+        start, end = self.beta_start ** (1 / self.power), self.beta_end ** (1 / self.power)
+        return np.asarray(np.linspace(start, end, self.steps, dtype=np.float64) ** self.power)
 
 
 @dataclass(frozen=True)
-class Linear(Discrete):
+class Linear(_Spaced):
     """β equally spaced (DDPM)."""
 
-    steps: int = 1000
-    beta_start: float = 1e-4
-    beta_end: float = 0.02
-    zero_terminal_snr: bool = False
-
-    def __post_init__(self) -> None:
-        take_positive(self, "beta_start", "beta_end")
-        super().__post_init__()
-
-    def _make_betas(self) -> Array:
-        return _spaced(self.beta_start, self.beta_end, self.steps, 1)
+    power = 1
 
 
 @dataclass(frozen=True)
-class Quadratic(Discrete):
+class Quadratic(_Spaced):
     """√β equally spaced, with DDPM's ends."""
 
-    steps: int = 1000
-    beta_start: float = 1e-4
-    beta_end: float = 0.02
-    zero_terminal_snr: bool = False
-
-    def __post_init__(self) -> None:
-        take_positive(self, "beta_start", "beta_end")
-        super().__post_init__()
-
-    def _make_betas(self) -> Array:
-        return _spaced(self.beta_start, self.beta_end, self.steps, 2)
+    power = 2
 
 
 @dataclass(frozen=True)
