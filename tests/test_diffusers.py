@@ -84,7 +84,8 @@ def test_ddim_update(name, prediction_type):
         theirs = scheduler.step(output, t, x_t).prev_sample
         a, s = (c.reshape(1, 1, 1, 1) for c in schedule(schedule.time_of(torch.tensor([t]))))
         b, r = (c.reshape(1, 1, 1, 1) for c in schedule(schedule.time_of(torch.tensor([t - 20]))))
-        mine = b * objective.to_x0(output, x_t, a, s) + r * objective.to_eps(output, x_t, a, s)
+        x0 = objective.to_x0(output, x_t, a, s)
+        mine = b * x0 + r * (x_t - a * x0) / s
         assert (mine - theirs).abs().max() < 1e-6
 
 

@@ -59,10 +59,6 @@ class Objective(ABC):
         """The x0 that a prediction implies."""
 
     @abstractmethod
-    def to_eps(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        """The noise that a prediction implies."""
-
-    @abstractmethod
     def scale(self, level: Level) -> Tensor:
         """s²·(squared error of this target)/(squared error of x0), see the module's table."""
 
@@ -83,16 +79,13 @@ class Eps(Objective):
     def to_x0(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
         return (x_t - s * prediction) / a
 
-    def to_eps(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        return prediction
-
     def scale(self, level: Level) -> Tensor:
         return level.a2
 
 
 @dataclass(frozen=True)
 class X0(Objective):
-    """The clean data. At s = 0 it says nothing about the noise, and `to_eps` is not finite."""
+    """The clean data."""
 
     name = "x0"
 
@@ -102,16 +95,13 @@ class X0(Objective):
     def to_x0(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
         return prediction
 
-    def to_eps(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        return (x_t - a * prediction) / s
-
     def scale(self, level: Level) -> Tensor:
         return level.s2
 
 
 @dataclass(frozen=True)
 class V(Objective):
-    """v = a·eps - s·x0 (Salimans & Ho, 2202.00512); x0 and eps are recovered for any a and s, variance preserving or not."""
+    """v = a·eps - s·x0 (Salimans & Ho, 2202.00512); x0 is recovered for any a and s, variance preserving or not."""
 
     name = "v"
 
@@ -120,9 +110,6 @@ class V(Objective):
 
     def to_x0(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
         return (a * x_t - s * prediction) / (a**2 + s**2)
-
-    def to_eps(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        return (s * x_t + a * prediction) / (a**2 + s**2)
 
     def scale(self, level: Level) -> Tensor:
         return (level.a2 + level.s2) ** 2
@@ -139,9 +126,6 @@ class FlowVelocity(Objective):
 
     def to_x0(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
         return (x_t - s * prediction) / (a + s)
-
-    def to_eps(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        return (x_t + a * prediction) / (a + s)
 
     def scale(self, level: Level) -> Tensor:
         return (level.a2.sqrt() + level.s2.sqrt()) ** 2
@@ -173,9 +157,6 @@ class Preconditioned(Objective):
     def to_x0(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
         # c_skip·x = a·σ_d²·(model input)/norm and c_out = s·σ_d/norm
         return self.sigma_data * (a * self.sigma_data * x_t + s * prediction) / self._norm(a, s)
-
-    def to_eps(self, prediction: Tensor, x_t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        return (s * x_t - a * self.sigma_data * prediction) / self._norm(a, s)
 
     def scale(self, level: Level) -> Tensor:
         return level.a2 + level.s2 / self.sigma_data**2
