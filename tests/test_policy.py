@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 import torch
 
-from noiseclock.core.policy import HIGH, LOW, BetaCells, Policy, draw_cells
+from noiseclock.core.policy import HIGH, LOW, BetaCells, Bounded, Policy, draw_cells
 
 
 def exact(a: float, b: float, cells: int) -> np.ndarray:
@@ -65,6 +65,33 @@ def test_any_shape_of_data_starts_uniform(shape):
     out = policy(x0)
     assert ((out >= LOW) & (out <= HIGH)).all()
     assert out.std(0).min() > 0  # it reads x0
+
+
+@pytest.mark.parametrize("raw", [(-2.4, 0.54), (0.54, -2.4), (-2.4, -2.4), (-2.4, 6.0)], ids=str)
+def test_a_policy_beyond_its_bounds_comes_back(raw):
+    """softplus(-2.4) is 0.087, below the least 0.1, for every x0: the entropy alone must lead back to its largest value, that of (1, 1)."""
+    torch.manual_seed(0)
+    policy, x0, cells = Policy((7,)), torch.randn(16, 7), BetaCells(100)
+    with torch.no_grad():
+        policy.net[-1].bias.copy_(torch.tensor(raw))
+    assert (policy(x0) == LOW).any(1).all()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
+    for _ in range(600):
+        mass = cells.mass(policy(x0))
+        (mass * mass.log()).sum(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Adam's steps shrink with its gradients, and near the top the entropy is flat: 1 - a of 0.03 costs less than 0.001 of it
+    assert (policy(x0) - 1).abs().max() < 0.03
+
+
+def test_beyond_a_bound_only_a_gradient_that_leads_farther_out_is_dropped():
+    x = torch.tensor([0.05, 0.05, LOW, LOW, 1.0, 1.0, 200.0, 200.0], requires_grad=True)
+    gradient = torch.tensor([2.0, -2.0] * 4)  # descent lowers x where it is positive
+    bounded = Bounded.apply(x)
+    assert torch.equal(bounded, x.clamp(LOW, HIGH))
+    bounded.backward(gradient)
+    assert x.grad.tolist() == [0.0, -2.0, 2.0, -2.0, 2.0, -2.0, 2.0, 0.0]
 
 
 def test_too_many_dimensions_are_refused():

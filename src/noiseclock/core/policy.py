@@ -8,6 +8,7 @@ in a CUDA graph. None of this holds for torch's own Beta.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,24 @@ from noiseclock.core.table import Table, widen
 
 LOW, HIGH = 0.1, 100.0  # bounds of the Beta's parameters: beyond them a policy has collapsed
 CHANNELS = (32, 64, 128)
+
+
+class Bounded(torch.autograd.Function):
+    """x clamped to [LOW, HIGH]; backward, as for x itself, but beyond a bound a gradient whose descent leads farther out is dropped.
+
+    A plain clamp has no gradient beyond its bounds: a policy that got there for every x0 could never come back, whatever the rewards and the entropy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(LOW, HIGH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        outward = ((x < LOW) & (gradient > 0)) | ((x > HIGH) & (gradient < 0))  # descent moves x against its gradient
+        return gradient.masked_fill(outward, 0.0)
 
 
 class Policy(nn.Module):
@@ -50,7 +69,8 @@ class Policy(nn.Module):
         with torch.autocast(x0.device.type, enabled=False):
             # a NaN in one sample shows in its own loss; here it would spoil the mean density of the batch
             out: Tensor = functional.softplus(self.net(x0.float().nan_to_num(0.0, 0.0, 0.0)))
-        return out.clamp(LOW, HIGH)
+        bounded: Tensor = Bounded.apply(out)  # type: ignore[no-untyped-call]
+        return bounded
 
 
 class BetaCells:
