@@ -366,6 +366,27 @@ def test_annealed_goes_from_one_to_the_other():
     assert densities == [0, 0, pytest.approx(0.5), 1, 1]
 
 
+def test_annealed_draws_as_the_other_does_once_it_is_over(monkeypatch):
+    """Stratified, and without running the policy it came from."""
+    clock = nc.Clock("linear", nc.Annealed(nc.Adaptive(stride=100), nc.Uniform(), 0, 4))
+    x0 = torch.zeros(64, 3)
+
+    for updates in (0, 2):
+        clock.sampler.advance(updates)
+        assert not clock.sampler.stratified
+    clock.sampler.advance(4)
+    assert clock.sampler.stratified
+    monkeypatch.setattr(nc.Adaptive, "_policy_for", lambda self, x0: pytest.fail("the policy was run"))
+    draw = clock.draw(x0, predict=lambda x, t: x).draw
+    assert (draw.time * 64).long().unique().numel() == 64  # one in each stratum
+    assert torch.equal(draw.log_prob, torch.zeros(64, dtype=torch.float64))
+    steps = torch.arange(64)
+    assert torch.equal(clock.sampler.log_pmf(steps, 1000, x0=x0), nc.Uniform().log_pmf(steps, 1000))
+    # an earlier state is drawn from as before
+    clock.sampler.advance(2)
+    assert not clock.sampler.stratified
+
+
 PYTHON = {
     "lsm": nc.LossSecondMoment,
     "adaptive.paper": nc.Adaptive.paper,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -217,12 +217,13 @@ class Blend(Sampler):
         return Draw(time, self.log_prob(time, x0=x0))
 
     def log_prob(self, time: Tensor, *, x0: Tensor | None = None) -> Tensor:
-        return self._mix(self.sampler.log_prob(time, x0=x0), self.other.log_prob(time, x0=x0))
+        return self._mix(lambda part: part.log_prob(time, x0=x0))
 
     def log_pmf(self, step: Tensor, steps: int, *, x0: Tensor | None = None) -> Tensor:
-        return self._mix(self.sampler.log_pmf(step, steps, x0=x0), self.other.log_pmf(step, steps, x0=x0))
+        return self._mix(lambda part: part.log_pmf(step, steps, x0=x0))
 
-    def _mix(self, main: Tensor, other: Tensor) -> Tensor:
+    def _mix(self, log_p: Callable[[Sampler], Tensor]) -> Tensor:
+        main, other = log_p(self.sampler), log_p(self.other)
         f = self._share.on(main.device)
         return torch.logaddexp((-f).log1p() + main, f.log() + other)
 
@@ -291,6 +292,8 @@ class Annealed(Blend):
     """One sampler until optimiser update `start`, another from `stop` on, and a linear transition between them.
 
     A Clock counts the updates; without one, call `advance(updates)`. The clock saves this count; it is not part of the sampler's state.
+    From `stop` on the other alone is drawn from, stratified if it may be. A captured graph keeps what it was captured with, the share aside: before
+    `stop` both parts and how the uniforms were drawn, after it the other alone. So capture again at `stop`, and after loading an earlier state.
     """
 
     sampler: Sampler
@@ -317,7 +320,16 @@ class Annealed(Blend):
 
     @property
     def every(self) -> int:  # type: ignore[override]
-        return self.other.every if self.share == 1 else super().every  # what is no longer drawn from need not learn
+        return self.other.every if self._over else super().every  # what is no longer drawn from need not learn
+
+    @property
+    def stratified(self) -> bool:  # type: ignore[override]
+        # before `start` too both parts count: the other may be learning already
+        return self.other.stratified if self._over else super().stratified
+
+    @property
+    def _over(self) -> bool:
+        return self.share == 1
 
     @property
     def share(self) -> float:
@@ -327,6 +339,14 @@ class Annealed(Blend):
     @property
     def info(self) -> dict[str, Any]:
         return {**super().info, "share": self.share}
+
+    def sample(self, n: int, *, x0: Tensor | None = None, uniforms: Tensor | None = None, generator: torch.Generator | None = None) -> Draw:
+        if self._over:
+            return self.other.sample(n, x0=x0, uniforms=uniforms, generator=generator)
+        return super().sample(n, x0=x0, uniforms=uniforms, generator=generator)
+
+    def _mix(self, log_p: Callable[[Sampler], Tensor]) -> Tensor:
+        return log_p(self.other) if self._over else super()._mix(log_p)
 
     def advance(self, updates: int) -> bool:
         share = min(max((updates - self.start) / (self.stop - self.start), 0.0), 1.0)
