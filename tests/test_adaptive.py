@@ -70,6 +70,56 @@ def test_stratified_batches_would_hide_what_is_to_be_learned():
     assert shares["independent"] == pytest.approx(math.sqrt(0.25 * 0.75 / 16), rel=0.2)
 
 
+@pytest.fixture
+def policy_gradient(monkeypatch):
+    """The gradient of the gain in the last layer's bias, from one policy step on `n` equal samples with the given rewards, none of which moves it."""
+
+    def measure(sampler, adaptive, n, reward):
+        x0 = torch.zeros(n, 4)
+        policy, found = adaptive._policy_for(x0), []
+        with torch.no_grad():
+            policy.net[-1].bias.copy_(torch.tensor([2.95, 0.54]))  # about Beta(3, 1)
+        monkeypatch.setattr(adaptive._optimizer, "step", lambda: found.append(-policy.net[-1].bias.grad))
+        draw = sampler.sample(n, x0=x0, generator=torch.Generator().manual_seed(0))
+        adaptive._learn(x0, draw, reward, torch.ones(n, dtype=torch.bool), torch.tensor(False))
+        return draw, found[0]
+
+    return measure
+
+
+BLENDS = {"mixture": lambda s: nc.Mixture(s, floor=0.5), "annealed": lambda s: nc.Annealed(s, start=0, stop=10)}
+
+
+@pytest.mark.parametrize("blend", BLENDS)
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_a_constant_reward_teaches_nothing_inside_a_blend(variant, blend, policy_gradient):
+    """The times come from p = π/2 + 1/2, so the score ∂ln π has mean 0 only after multiplication by π/p; without it, half its mean over all times."""
+    n, reward = 20_000, 1e-3  # small, so that the gradient's norm is not clipped
+    clock = nc.Clock("linear", BLENDS[blend](nc.Adaptive(variant=variant, entropy=0.0)))
+    clock.sampler.advance(5)
+    adaptive = clock.sampler.sampler
+    _, gradient = policy_gradient(clock.sampler, adaptive, n, torch.full((n,), reward))
+    bias = adaptive._policy.net[-1].bias.detach()
+    log_pi = lambda raw: ((1 - adaptive.floor) * adaptive._beta.mass(nn.functional.softplus(raw)[None])[0] + adaptive.floor / 1000).log()  # noqa: E731
+    score, pi = torch.autograd.functional.jacobian(log_pi, bias).double(), log_pi(bias).exp()  # (1000, 2) and (1000,)
+    p = (pi + 1 / 1000) / 2
+    # the mean of n draws, exactly: its variance is E_p[(π/p·score)²]/n, as the mean is 0. Four standard errors: P = 6e-5 for each of two numbers
+    error = (p[:, None] * (pi[:, None] / p[:, None] * score).square()).sum(0).div(n).sqrt()
+    uncorrected = (p[:, None] * score).sum(0)
+    print("in standard errors:", gradient / reward / error, "without π/p:", uncorrected / error)
+    assert ((gradient / reward).abs() < 4 * error).all()
+    assert (uncorrected.abs() > 20 * error).all()  # the test can tell
+
+
+def test_alone_times_come_from_the_policy_and_the_gradient_is_the_plain_one(policy_gradient):
+    adaptive = nc.Clock("linear", nc.Adaptive(entropy=0.0)).sampler
+    reward = 1e-3 * torch.randn(500, generator=torch.Generator().manual_seed(0))
+    draw, gradient = policy_gradient(adaptive, adaptive, 500, reward)
+    log_p = adaptive._pmf(torch.zeros(500, 4)).gather(1, (draw.time * 1000).long()[:, None])[:, 0].log()
+    (expected,) = torch.autograd.grad((reward * log_p).mean(), adaptive._policy.net[-1].bias)
+    assert torch.equal(gradient, expected)  # to the last bit: the ratio is exactly 1
+
+
 # --- what it measures --------------------------------------------------------------------------------------------------------------------
 
 
@@ -93,6 +143,21 @@ def test_delta_is_in_bits_of_the_bound():
         clock = nc.Clock(SCHEDULE, nc.Adaptive(), objective=name)
         expected = nc.VLB()(SCHEDULE, time, nc.objective(name)) / math.log(2)
         assert torch.allclose(clock.sampler._bits.values, expected)
+
+
+def test_delta_has_the_same_unit_on_a_schedule_and_on_its_continuous_counterpart():
+    """Per step, or the same entropy coefficient would mean a thousandth in continuous time. The steps have the middles of EDM's as their levels.
+
+    λ falls by d a step. The discrete coefficient is (e^d - 1)/2·(1+S)/(1+S·e^d) with S the SNR, the continuous one per step is d/2, and their ratio
+    lies between (1-e^-d)/d and (e^d-1)/d, at most d/2 + d²/5 away from 1. The first step, which comes from the data itself, has no counterpart.
+    """
+    edm = nc.schedule("edm")
+    levels = edm.level((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
+    alpha_bar = (levels.snr / (1 + levels.snr)).numpy()
+    steps = nc.schedule("betas", betas=1 - alpha_bar / np.append(1.0, alpha_bar[:-1]))
+    d = 2 * math.log(edm.sigma_max / edm.sigma_min) / 1000
+    discrete, continuous = (nc.Clock(schedule, nc.Adaptive(), objective="eps").sampler._bits.values for schedule in (steps, edm))
+    assert (discrete / continuous - 1)[1:].abs().max() < d / 2 + d**2 / 5  # 0.011
 
 
 def test_selected_times_predict_the_whole_better_than_random_ones():

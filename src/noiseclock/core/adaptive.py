@@ -130,8 +130,9 @@ class Adaptive(Sampler):
             raise ValueError(f"Adaptive: count is {self.count}, but the probe grid has only {len(grid)} times; lower `count` or `stride`")
         self._beta = BetaCells(self.cells)
         self._grid = Table(grid)
-        # in bits per dimension: the entropy coefficient is tuned for this unit
-        self._bits = Table(VLB()(schedule, grid, setting.objective) / math.log(2))
+        # in bits per dimension and step, which the entropy coefficient is tuned for; in continuous time the bound is per unit of time, which has
+        # as many cells as the policy
+        self._bits = Table(VLB()(schedule, grid, setting.objective) / math.log(2) / (CELLS if schedule.steps is None else 1))
         self._mean = Table(torch.full((self.cells,), 1 / self.cells, dtype=torch.float64, device="cpu"))
         self._queue = Queue(self.queue, len(grid), self.count, self.select)
         self._health = Health()
@@ -258,7 +259,8 @@ class Adaptive(Sampler):
         reward = fall.sum(0) if self.variant == "released" else fall.mean(0)
         lost = torch.zeros((), dtype=torch.bool, device=reward.device) if probe.lost is None else probe.lost
         usable = reward.isfinite() & ~lost
-        mean, square = self._learn(probe.x0, batch.time, reward, usable, lost)
+        assert batch.draw is not None
+        mean, square = self._learn(probe.x0, batch.draw, reward, usable, lost)
         self._told = Later(torch.cat([mean, square, torch.stack([(~usable).sum(), lost]), row_before - row_after]))
         self.probes += 1
         if not reward.is_cuda:
@@ -320,19 +322,21 @@ class Adaptive(Sampler):
         probe.rows = min([probe.rows, *probe.lowered])  # lower if memory ran out
         return torch.cat(ranks.gathered(losses))[: len(grid)]
 
-    def _learn(self, x0: Tensor, time: Tensor, reward: Tensor, usable: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
+    def _learn(self, x0: Tensor, draw: Draw, reward: Tensor, usable: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
         """One policy step, with the same gradient on every rank; returns the new mean density (n,) over the batch, and E_p[(base/p)²] (1,)."""
         policy = self._policy_for(x0)
         assert self._optimizer is not None
         advantage = self._advantage(torch.where(usable, reward, 0.0), usable.to(reward.dtype))
         with torch.enable_grad():
             pmf = self._pmf(x0)
-            log_p = pmf.gather(1, cell(time, self.cells)[:, None])[:, 0].clamp(min=TINY).log()
+            log_p = pmf.gather(1, cell(draw.time, self.cells)[:, None])[:, 0].clamp(min=TINY).log()
+            # in a Mixture or an Annealed times are drawn from p, not from π: π/p makes the mean one over π again; alone it is exactly 1
+            ratio = (log_p.detach() + math.log(self.cells) - draw.log_prob).exp()
             entropy = -(pmf * pmf.clamp(min=TINY).log()).sum(1) - math.log(self.cells)  # 0 for the uniform
             if self.variant == "released":
-                gain = ((advantage + self.entropy * entropy) * usable * log_p).mean()
+                gain = ((advantage + self.entropy * entropy) * usable * ratio * log_p).mean()
             else:
-                gain = (advantage * usable * log_p).mean() + self.entropy * entropy.mean()
+                gain = (advantage * usable * ratio * log_p).mean() + self.entropy * entropy.mean()
             gradients = torch.autograd.grad(-gain, list(policy.parameters()))
         grads = [g.detach().clone() for g in gradients]
         ranks.average_(grads)
