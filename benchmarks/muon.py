@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import noiseclock as nc
-from noiseclock.core.directions import METRICS
+from noiseclock.core.optimizers import METRICS
 from noiseclock.lab.built import network, sampled
 from noiseclock.lab.data import load, scaled
 from noiseclock.lab.ema import EMA

@@ -26,8 +26,8 @@ from torch.func import functional_call, grad, vmap
 
 import noiseclock as nc
 from noiseclock.core.batch import noised
-from noiseclock.core.directions import metric
 from noiseclock.core.objectives import squared_error
+from noiseclock.core.optimizers import metric
 
 CASES = {  # schedule, weighting, objective, base
     "linear": ("linear", "constant", "eps", nc.Uniform()),

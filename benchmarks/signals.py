@@ -39,9 +39,9 @@ from torch import Tensor, nn
 
 import noiseclock as nc
 from noiseclock.core.batch import noised
-from noiseclock.core.directions import metric, trained
 from noiseclock.core.lookahead import TARGETS, utility
 from noiseclock.core.objectives import squared_error
+from noiseclock.core.optimizers import metric, trained
 from noiseclock.lab.data import batches, load
 from noiseclock.lab.models import build
 from noiseclock.lab.trained import opened

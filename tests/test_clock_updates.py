@@ -256,8 +256,8 @@ def test_replays_are_counted_by_hand_beside_the_hook_of_eager_steps(monkeypatch)
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_available", lambda: True)
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        clock._before_step(optimizer, (), {})
-        clock._after_step(optimizer, (), {})  # what optimizer.step() does in a capture; itself it would ask the device for more
+        clock._steps._before(optimizer, (), {})
+        clock._steps._after(optimizer, (), {})  # what optimizer.step() does in a capture; itself it would ask the device for more
     clock.updated()
     optimizer.step()
     clock.updated(skipped=torch.tensor(1.0))

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import noiseclock as nc
+from noiseclock.core.conditioning import map_tensors
 from noiseclock.core.later import Later
-from noiseclock.core.probes import map_tensors
 from noiseclock.core.weightings import WEIGHTINGS
 from small_loops import FIXED
 

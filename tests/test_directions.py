@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from forked import on_two
-from noiseclock.core.directions import derivative, metric, no_gradients, normal, trained
+from noiseclock.core.directions import derivative, normal
+from noiseclock.core.optimizers import metric, no_gradients, trained
 
 
 def stepped(make, steps=3):

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 import noiseclock as nc
 from gaussians import Denoiser, ring
 from noiseclock.core.batch import noised
-from noiseclock.core.directions import derivative, metric, normal, trained
+from noiseclock.core.directions import derivative, normal
 from noiseclock.core.lookahead import TARGETS
 from noiseclock.core.objectives import squared_error
+from noiseclock.core.optimizers import metric, trained
 from noiseclock.core.priced import evenly
 
 BINS = 4
@@ -168,9 +169,9 @@ def test_a_derivative_along_nothing_is_zero():
     assert derivative([model], adapters, [torch.zeros_like(p) for p in adapters], lambda: model(x, t).square().mean(1)).tolist() == [0.0] * 4
 
 
-def test_frozen_weights_in_half_precision_are_refused_where_they_would_swallow_the_difference():
-    model, adapters, rest = adapted()
-    for p in rest:
+def test_trained_weights_in_half_precision_are_refused_where_they_would_swallow_the_difference():
+    model, adapters, _ = adapted()
+    for p in adapters:
         p.data = p.data.bfloat16()
     with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
         derivative([model], adapters, [torch.ones_like(p) for p in adapters], lambda: pytest.fail("not reached"))

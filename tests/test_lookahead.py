@@ -209,7 +209,8 @@ def direction_of(model, half: int):
     """The direction in which a rank's probe measures its own half of the data."""
     _, clock = asked(model, half)
     directions = []
-    with patch("noiseclock.core.lookahead.derivative", lambda modules, parameters, direction, losses: directions.extend(direction) or torch.ones(16)):
+    taken = lambda modules, parameters, direction, losses, checked: directions.extend(direction) or torch.ones(16)  # noqa: E731
+    with patch("noiseclock.core.lookahead.derivative", taken):
         clock.sampler.after(clock._probe, None)
     return torch.cat([d.flatten() for d in directions])
 

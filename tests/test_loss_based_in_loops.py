@@ -98,7 +98,7 @@ def test_a_sampler_that_hears_of_no_loss_says_so_once(make):
             clock.updated()
 
     (message,) = caught(lambda: learn(lambda clock, b: (b.x_t - b.target).square().mean() * b.weight))
-    assert message.startswith(f"{make.__name__} has seen no loss, so it cannot learn; compute your loss with clock.loss(b, prediction)")
+    assert message.startswith(f"{make.__name__} has seen no loss, so it cannot learn; use clock.loss(b, prediction)")
     assert caught(lambda: learn(lambda clock, b: clock.loss(b, b.x_t))) == []
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import noiseclock as nc
 from forked import on_two
+from noiseclock.core.conditioning import take_rows
 from noiseclock.core.gradient_variance import gradient_moments
-from noiseclock.core.probes import take_rows
 from small_loops import Denoiser, Probing, data, train
 
 
@@ -81,32 +81,6 @@ def test_an_explicit_probe_waits_for_the_batch_that_is_drawn_after_it():
     optimizer.step()
     assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"]
     assert clock.sampler.seen[-1][2] is batch
-
-
-def labelled(labels, x_t, t, model):
-    return model(x_t, t, labels)
-
-
-@pytest.mark.parametrize("how", ["closure", "partial", "mapping", "global", "captions", "decorated"])
-def test_labels_that_predict_brings_along_are_told_of(how):
-    """They stay those of the whole batch, in its order, whatever samples are put through the model: wrong labels at best."""
-    model, x0, labels = Denoiser(conditions=1), data(), torch.arange(16.0)[:, None]
-    extra, captions = {"labels": labels, "scale": torch.ones(3)}, [None, *"123456789abcdef"]
-    scope = {"model": model, "labels": labels, "sample": torch.zeros(16)}
-    predict = {
-        "closure": lambda x, t: model(x, t, labels),
-        "partial": functools.partial(labelled, labels, model=model),
-        "mapping": lambda x, t: model(x, t, extra["labels"]),
-        "global": eval("lambda x, t: model(x, t, labels)", scope),
-        "captions": lambda x, t: model(x, t, torch.tensor([[float(caption is None)] for caption in captions])),
-        "decorated": torch.autocast("cpu", enabled=False)(lambda x, t: model(x, t, labels)),
-    }[how]
-    name = {"captions": "captions", "partial": "argument 0", "mapping": r"extra\['labels'\]"}.get(how, "labels")
-    with pytest.warns(UserWarning, match=f"predict holds {name}, with a row for each sample .* as cond, and let"):
-        nc.Clock("linear", Probing()).draw(x0, predict=predict)
-    # as it should be written, and what only looks alike: warnings are errors here
-    nc.Clock("linear", Probing()).draw(x0, predict=model, cond=labels)
-    nc.Clock("linear", Probing()).draw(x0, predict=eval("lambda x, t: [o := model(x, t), o.sample if 0 else o][1]", {**scope, "model": Denoiser()}))
 
 
 def test_a_model_that_fails_in_a_probe_is_probed_anew():
@@ -259,24 +233,6 @@ def test_float32_layers_are_probed_with_half_precision_latents_and_embeddings(na
         optimizer.step()
         optimizer.zero_grad()
     assert str(clock.sampler.state_dict()) != str(start)  # it has learned something
-
-
-@pytest.mark.parametrize("name", ["variance-optimal", "lookahead"])
-def test_half_precision_inside_the_model_is_warned_of(name):
-    """Nothing outside can switch it off, and VarianceOptimal's prices were found to be twenty times too high."""
-
-    class Inside(nn.Linear):
-        def forward(self, x, t):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return super().forward(x)
-
-    model = Inside(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    clock = nc.Clock("linear", nc.sampler(name)).attach(optimizer)
-    b = clock.draw(data(), predict=model)
-    clock.loss(b, model(b.x_t, b.t)).mean().backward()
-    with pytest.warns(UserWarning, match=r"computes in torch\.bfloat16 with autocast switched off"):
-        optimizer.step()
 
 
 def test_probes_of_many_times_come_in_chunks_of_the_batch():

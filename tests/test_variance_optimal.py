@@ -19,8 +19,10 @@ from forked import on_two
 from gaussians import Denoiser, ring
 from known_densities import SCHEDULE, OwnParameters, SharedParameter, T, best_density, distance
 from noiseclock.core.batch import noised
-from noiseclock.core.directions import derivative, local, metric, normal, trained
+from noiseclock.core.directions import derivative, normal
 from noiseclock.core.objectives import squared_error
+from noiseclock.core.optimizers import metric, trained
+from noiseclock.core.ranks import local
 from test_measure import FOUR_STEPS, STEPS, Separate, closed_form, data
 
 # --- the estimate -------------------------------------------------------------------------------------------------------------------------

@@ -23,22 +23,25 @@ from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import choose, take_whole, told_apart, without_address
-from noiseclock.core.directions import Unattached, attachable, check_trained, forget_gathered, no_gradients
+from noiseclock.core.directions import forget_gathered
 from noiseclock.core.eager import eager
 from noiseclock.core.health import Health, warn
 from noiseclock.core.objectives import Objective, squared_error
-from noiseclock.core.probes import Probe, autocast_dtype, modules_of
+from noiseclock.core.optimizers import attachable, no_gradients
+from noiseclock.core.probes import Probe, autocast_dtype
 from noiseclock.core.record import Record
 from noiseclock.core.samplers import Sampler, Setting, Uniform, mean_under
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
+from noiseclock.core.steps import Steps
 from noiseclock.core.table import Table, wide
+from noiseclock.core.trained import Trained
 from noiseclock.core.weightings import Constant, Weighting, weighting as make_weighting
 
 VERSION = 1  # of the state; raised when older states can no longer be read
 STATE = {"version", "setup", "updates", "next_probe", "draws", "record", "sampler", "noise"}
 AUTOCAST = {"": None, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as the state names them
 TOO_SMALL = 20  # too small batches in a row before a due probe raises an error; the short last batches of epochs are fewer
-SILENT = 100  # updates without any loss before a warning
+SILENT = 100  # updates of batches without any loss before a warning
 PATIENCE = 1000  # draws without an optimiser update before a warning, for samplers that need updates
 
 
@@ -95,11 +98,9 @@ class Clock:
         self.probe_rows = probe_rows
         if probe_rows is not None:
             take_whole(self, "probe_rows", least=1)
-        self._health, self._heard = Health(), False  # heard: has any loss come through `loss` or `weigh`?
-        self._hooks: list[Any] = []
-        # `_waiting` when the optimiser's step began, None outside a step: a draw inside belongs to the step, as those of a closure do
-        self._step_began: int | None = None
-        self._hook_counts: bool | None = None  # does the hook see all updates? None before the first, False after a capture: replays run no hook
+        self._health = Health()
+        self._heard, self._unheard = False, 0  # has any loss come through `loss` or `weigh`? Updates of batches without one
+        self._steps: Steps | None = None
         choose("correction", correct, ("auto", "none", "importance"))
         base, sampler = names.sampler(base), names.sampler(sampler)
         self.corrected = sampler.corrects if correct == "auto" else correct == "importance"
@@ -108,9 +109,7 @@ class Clock:
         self.sampler = sampler.bind(replace(setting, base=self.base))
         self._check_base()
         self.record = Record()
-        self.optimizers: tuple[Any, ...] = ()
-        self._unattached = Unattached()
-        self._model: list[nn.Module] | None = None
+        self._trained = Trained()
         # Optimiser updates, and how many of them a fused optimiser has skipped; only the device knows the latter. Two counts, because reading
         # `updates` on one rank must not change `_updates` there: it decides when a probe is due, and ranks that disagree would deadlock.
         self._updates = 0
@@ -212,7 +211,7 @@ class Clock:
         if not isinstance(batch, Batch):
             raise TypeError(f"clock.loss takes a batch and then the prediction, got {type(batch).__name__} first")
         errors = squared_error(prediction, batch.target)
-        if batch.draw is not None and self.sampler.every:
+        if batch.draw is not None and self.sampler.every and torch.is_grad_enabled():
             # remembered for the next probe, which may run outside the user's autocast block
             reduced = prediction.dtype != batch.x_t.dtype and prediction.dtype in (torch.bfloat16, torch.float16)
             self._autocast = prediction.dtype if reduced else autocast_dtype(prediction.device)
@@ -251,7 +250,7 @@ class Clock:
         """
         batch = self.draw(x0, predict=predict, cond=cond or None)
         yield self.loss(batch, call(predict, batch.x_t, batch.t, batch.cond))
-        if not self._hooks:
+        if self._steps is None:
             self.updated()
 
     def _correction(self, draw: Draw, x0: Tensor) -> Tensor:
@@ -279,37 +278,14 @@ class Clock:
         optimizers = tuple(attachable(each) for each in (optimizer, *others))
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, got {type(model).__name__}; put several into nn.ModuleList([...])")
-        for hook in self._hooks:
-            hook.remove()
-        # the step of the first begins an update, unless a GradScaler skips it; that of the last ends it
-        self._hooks = [each.register_step_pre_hook(self._before_other_step) for each in optimizers[1:]]
-        self._hooks += [optimizers[0].register_step_pre_hook(self._before_step), optimizers[-1].register_step_post_hook(self._after_step)]
-        self._hook_counts = None
-        self.optimizers, self._unattached = optimizers, Unattached()
-        self._model = None if model is None else [model]
+        if self._steps is not None:
+            self._steps.remove()
+        self._steps = Steps(optimizers, lambda: self._waiting, self._drop_probe, self._updated)
+        self._trained = Trained(optimizers, model)
         return self
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._step_began not in (None, self._waiting):  # the last step raised an error, and its batch was left out
-            self._probe, self._paired = None, False
-        self._step_began = self._waiting
-
-    def _before_other_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._step_began is None:
-            self._step_began = self._waiting
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._step_began is None:  # the step of a subclass, after that of its parent class: torch runs the hooks for both
-            return
-        self._step_began = None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._hook_counts = False
-            return  # a capture makes no update; the user reports each replay by `updated`
-        self._hook_counts = self._hook_counts is not False
-        # If a gradient is infinite, a GradScaler skips the step of most optimisers, and this hook does not run. The step of a fused optimiser always
-        # runs, and decides on the device whether to skip.
-        found_inf = getattr(optimizer, "found_inf", None)
-        self._updated(False if found_inf is None else found_inf)
+    def _drop_probe(self) -> None:
+        self._probe, self._paired = None, False
 
     def updated(self, *, skipped: bool | Tensor = False) -> None:
         """Report an optimiser update, made or `skipped`: after a graph replay, or if no optimiser is attached (a hook counts the attached one).
@@ -317,13 +293,14 @@ class Clock:
         skipped: was the update skipped? True may be passed after a skipped step in any loop. It may be a tensor on the device; the clock waits for
         its value only if the sampler or the base needs it now.
         """
-        if self._hook_counts and (isinstance(skipped, Tensor) or not skipped):
+        if self._steps is not None and self._steps.counted and (isinstance(skipped, Tensor) or not skipped):
             raise ValueError("a hook already counts the attached optimiser's updates, and clock.updated() would count them twice; remove the call")
         self._updated(skipped)
 
     @eager
     def _updated(self, skipped: bool | Tensor) -> None:
         if isinstance(skipped, Tensor):
+            skipped = skipped.reshape(())
             if (self._probe is not None and self.sampler.must_know) or self.sampler.counts_updates or self.base.counts_updates:
                 skipped = bool(skipped)
             else:
@@ -334,9 +311,9 @@ class Clock:
         probe, self._probe, self._paired = self._probe, None, False
         if skipped:
             return
+        self._check_heard()
         self._updates += 1
         self._waiting = 0
-        self._check_heard()
         self.weighting.updated(self._updates)
         if probe is not None and self._batch is not None:
             self.sampler.after(probe, self._batch)
@@ -346,12 +323,18 @@ class Clock:
             self._refresh()
 
     def _check_heard(self) -> None:
-        """Warn if the loss is not corrected as it should be; samplers that learn from losses warn themselves."""
-        of_losses = self.sampler.learns and not self.sampler.every
-        if self._updates == SILENT and self.corrected and not self._heard and not of_losses:
-            warn(
-                f"no loss has come through clock.loss or clock.weigh, so nothing corrects for the times that {type(self.sampler).__name__} draws "
-                "more often: use clock.loss(b, prediction), or clock.weigh(b, errors) for errors (B,) of your own"
+        """Warn if batches are trained on whose loss does not come."""
+        self._unheard += self._waiting > 0
+        if self._heard or self._unheard != SILENT:
+            return
+        name, advice = type(self.sampler).__name__, "use clock.loss(b, prediction), or clock.weigh(b, errors) for errors (B,) of your own"
+        if self.sampler.learns and not self.sampler.every:
+            self._health.warn("unheard", f"{name} has seen no loss, so it cannot learn; {advice}")
+        elif self.corrected:
+            self._health.warn(
+                "unheard",
+                "no loss has come through clock.loss or clock.weigh; unless you multiply by b.correction yourself, nothing corrects for the times "
+                f"that {name} draws more often: {advice}",
             )
 
     def _advance(self) -> bool:
@@ -362,6 +345,11 @@ class Clock:
         # the mean weight of a corrected loss is taken under the base, so it does not depend on the sampler
         if self._mean_weight is not None and (not self.corrected or self.base.counts_updates):
             self._mean_weight.set_(self._measure_mean())
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        """The attached optimisers."""
+        return self._trained.optimizers
 
     @property
     def updates(self) -> int:
@@ -386,19 +374,18 @@ class Clock:
         """
         if self._too_small(x0):
             return
-        modules = modules_of(predict) if self._model is None else self._model
+        modules = self._trained.modules(predict)
         forget_gathered(modules)  # by the last probe, or by a validation
-        check_trained(modules, self.optimizers, predict, named=self._model is not None)
-        self._unattached.look(modules, self.optimizers)
         # the probe's own noise, seeded by the update count: training must not depend on how often the model is probed
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
-        self._probe, self._paired = None, False  # until the probe has succeeded: if the model raises an error, the user may continue training
+        self._drop_probe()  # until the probe has succeeded: if the model raises an error, the user may continue training
         probe = Probe(
             predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
             optimizers=self.optimizers, seed=self._chance.seed_of("sampler", self._updates),
         )  # fmt: skip
+        self._trained.check(probe, self._health)
         self.sampler.before(probe)
         self._remember_rows(probe)
         self._probe = probe
@@ -430,8 +417,8 @@ class Clock:
             )
         # The probe's batch contributes nothing to the coming update: a GradScaler has skipped its step, for which there is no other sign unless the
         # optimiser is fused. Otherwise this is one more batch of the same update.
-        if self._paired and self._step_began is None and self.optimizers and no_gradients(self.optimizers, x0.device):
-            self._probe, self._paired = None, False
+        if self._paired and self._steps is not None and not self._steps.inside and no_gradients(self.optimizers, x0.device):
+            self._drop_probe()
         if self.due and self._probe is None:
             if predict is None:
                 raise ValueError(f"{type(self.sampler).__name__} probes the model: pass it as clock.draw(x0, predict=model)")
@@ -490,6 +477,7 @@ class Clock:
         self._updates, self._skips, self._next_probe = updates + skips, skips, next_probe
         self._autocast = AUTOCAST[state.get("autocast", "")]
         self._chance.load_state_dict(state)
+        self._trained.forget()
         self._probe, self._batch, self._paired = None, None, False
         self._advance()
         self._refresh()
@@ -528,8 +516,7 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: references to the optimiser, the model and the current step are left out. Attach the copy again."""
-        hooks: dict[str, Any] = {"_hooks": [], "_step_began": None, "_hook_counts": None, "optimizers": ()}
-        return {**self.__dict__, **hooks, "_model": None, "_probe": None, "_batch": None, "_paired": False}
+        return {**self.__dict__, "_steps": None, "_trained": Trained(), "_probe": None, "_batch": None, "_paired": False}
 
 
 def _capturing(x0: Tensor) -> bool:

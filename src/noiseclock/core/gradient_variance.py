@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch, Predict, at_least_float32, call
 from noiseclock.core.checks import take_whole
-from noiseclock.core.directions import gradients, trained
+from noiseclock.core.directions import gradients
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import between_known
 from noiseclock.core.objectives import squared_error
+from noiseclock.core.optimizers import trained
 from noiseclock.core.probes import Probe, uncached, undisturbed
 from noiseclock.core.table import wide
 

@@ -24,10 +24,12 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call
 from noiseclock.core.checks import resolve, take_finite
-from noiseclock.core.directions import derivative, gradients, local, scaled, sharded, trained
+from noiseclock.core.directions import CHECKED, derivative, gradients, scaled
 from noiseclock.core.objectives import squared_error
+from noiseclock.core.optimizers import trained
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe, full_precision, undisturbed
+from noiseclock.core.ranks import local, sharded
 from noiseclock.core.samplers import Setting
 from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
 
@@ -43,7 +45,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     """Times (n,), and for a sample at each time the decrease of the target by an update with this sample alone, (n,), float64.
 
     One half of the probe's batch gives ∇J, where J is the mean over uniform times of the target's weight times the loss. The other half, with its
-    own noise, is priced by the training loss, `weighting` included. power: the optimiser's P (`core.directions.metric`). number: the index of
+    own noise, is priced by the training loss, `weighting` included. power: the optimiser's P (`core.optimizers.metric`). number: the index of
     the probe, which shifts the times.
     """
     size = len(probe.x0)
@@ -52,7 +54,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     device = probe.x0.device
     shuffled = probe.shuffled()
     asked, priced = shuffled[: size // 2], shuffled[size // 2 :]
-    exact = probe.exact(watched=number == 0)
+    exact = probe.exact()
     exact.rows = min(exact.rows, len(priced))  # otherwise each pass of half a batch would be filled up to a whole one
     parameters = trained(probe.modules, probe.optimizers)
     gradient = exact.within_memory(partial(_gradient, exact, parameters, target, evenly(len(asked), number + 0.5, device), asked))
@@ -62,7 +64,8 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     direction = scaled([part.clone() for part in gradient], power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
-    return time, derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced)).to(weight.dtype) * weight
+    slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced), checked=number == CHECKED)
+    return time, slope.to(weight.dtype) * weight
 
 
 def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:

@@ -31,7 +31,6 @@ from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.table import cell, widen
 
 MOST_WAITING = 64  # batches that wait before they are added to the buffers
-SILENT = 100  # updates without any loss before a warning
 ENOUGH = 0.9  # the share of the base that must be known before the density leaves it
 
 
@@ -53,7 +52,6 @@ class LossBased(LearnedDensity):
         self._since = 0  # updates since the density was set
         self._seen = 0  # the update count at the last call of `advance`
         self._resumed = False
-        self._heard = False  # has any loss arrived?
 
     @property
     def needs_updates(self) -> bool:
@@ -84,7 +82,6 @@ class LossBased(LearnedDensity):
     def update(self, batch: Batch, losses: Tensor) -> None:
         losses = take_losses(losses, batch.time)
         super().update(batch, losses)
-        self._heard = True
         # An eager step is bound by kernel launches, and adding many batches takes as many launches as adding one, so batches wait. A captured
         # graph replays without this Python code, so there nothing can wait.
         if losses.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -127,11 +124,6 @@ class LossBased(LearnedDensity):
         self._flush()
         self._fold()
         self._check_health(self._buffers["skipped"])
-        if not self._heard and updates >= SILENT:
-            name = type(self).__name__
-            self._health.warn(
-                "unheard", f"{name} has seen no loss, so it cannot learn; compute your loss with clock.loss(b, prediction) or clock.weigh(b, errors)"
-            )
         return True
 
     def _counters(self) -> dict[str, int]:

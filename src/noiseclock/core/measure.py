@@ -28,11 +28,13 @@ from torch import Tensor, nn
 from noiseclock.core.batch import Predict, at_least_float32, call, check_batch
 from noiseclock.core.checks import brief
 from noiseclock.core.clock import Clock
-from noiseclock.core.directions import attachable, metric, trained
+from noiseclock.core.conditioning import take_rows
 from noiseclock.core.gradient_variance import gradient_moments, split
 from noiseclock.core.health import warn
 from noiseclock.core.lookahead import target_of, utility
-from noiseclock.core.probes import Probe, autocast_dtype, modules_of, take_rows, uncached
+from noiseclock.core.optimizers import attachable, metric, trained
+from noiseclock.core.probes import Probe, autocast_dtype, uncached
+from noiseclock.core.reach import modules_of, rows_held, told
 from noiseclock.core.schedules import Array, as_time
 from noiseclock.core.streams import finalize
 from noiseclock.core.table import wide
@@ -104,7 +106,7 @@ def loss_over_time(
     """
     check_batch(x0, None)
     time = _grid(times)
-    found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=_modules(predict, model))
+    found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=_modules(predict, model, len(x0)))
     # repeats of one sample are not independent: their mean counts as one observation
     by_sample = found.mean(0)
     error = by_sample.std(1, ddof=1) / math.sqrt(len(x0)) if len(x0) > 1 else np.full(len(time), np.nan)
@@ -137,7 +139,9 @@ def gradient_variance(
     time = (np.arange(bins * pairs) + 0.5) / (bins * pairs)
     noise = _noise(x0, _generator(x0.device, seed, "noise"))
     autocast = autocast_dtype(x0.device)
-    probe = Probe(predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model), autocast=autocast, seed=seed)
+    probe = Probe(
+        predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model, len(x0)), autocast=autocast, seed=seed
+    )
     found = gradient_moments(probe, torch.as_tensor(time, device="cpu"), half).cpu().double().numpy()
     if weighted:
         found = found * _weights(clock, x0, time) ** 2
@@ -172,7 +176,7 @@ def interdependence(
     lo, hi = interval
     if not 0 <= lo < hi <= 1:
         raise ValueError(f"interval must be (lo, hi) with 0 <= lo < hi <= 1, got {interval}")
-    time, modules = _grid(times), _modules(predict, model)
+    time, modules = _grid(times), _modules(predict, model, len(x0))
 
     def losses() -> Array:
         found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=modules)
@@ -224,7 +228,7 @@ def utility_over_time(
     check_batch(x0, None)
     if min(bins, probes) < 1:
         raise ValueError(f"bins and probes must be at least 1, got {bins} and {probes}")
-    modules, optimizers = _modules(predict, model), _several(optimizer)
+    modules, optimizers = _modules(predict, model, len(x0)), _several(optimizer)
     power, unknown = metric(optimizers, trained(modules, optimizers))
     if unknown:
         warn(f"{unknown}, so gradients are measured without preconditioning")
@@ -361,8 +365,10 @@ def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
     return np.asarray(clock.at(like, torch.as_tensor(time, device="cpu"), noise=like).weight.cpu().double())
 
 
-def _modules(predict: Predict, model: nn.Module | None) -> list[nn.Module]:
+def _modules(predict: Predict, model: nn.Module | None, batch: int) -> list[nn.Module]:
     modules = modules_of(predict) if model is None else [model]
     if not modules:
         raise ValueError(f"cannot find the model in predict={brief(repr(predict))}; pass it as model=...")
+    if held := rows_held(predict, batch):
+        warn(told(list(held)))
     return modules

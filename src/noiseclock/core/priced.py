@@ -19,10 +19,10 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch
 from noiseclock.core.checks import take_finite, take_whole
-from noiseclock.core.directions import metric, stands_still, trained
 from noiseclock.core.later import Later
 from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import ENOUGH, between_known
+from noiseclock.core.optimizers import metric, stands_still, trained
 from noiseclock.core.probes import Probe
 from noiseclock.core.samplers import TINY, Setting
 from noiseclock.core.table import cell, wide

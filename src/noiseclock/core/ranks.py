@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from noiseclock.core.probes import map_tensors
+from noiseclock.core.conditioning import map_tensors
 
 
 def active() -> bool:
@@ -24,6 +25,17 @@ def mine() -> int:
 def count() -> int:
     """The number of processes."""
     return dist.get_world_size() if active() else 1
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard of a tensor that FSDP2 has sharded, in the same memory; other tensors unchanged, but for complex ones as pairs of reals."""
+    mine: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return torch.view_as_real(mine) if mine.is_complex() else mine
+
+
+def sharded(parameters: Sequence[Tensor]) -> bool:
+    """Does each rank hold only a shard of the parameters?"""
+    return any(hasattr(p, "device_mesh") for p in parameters)
 
 
 def total(x: Tensor) -> Tensor:

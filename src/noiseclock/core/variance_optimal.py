@@ -19,7 +19,8 @@ from torch import Tensor
 
 from noiseclock.core import ranks
 from noiseclock.core.checks import take_finite, take_whole
-from noiseclock.core.directions import derivative, normal, trained
+from noiseclock.core.directions import CHECKED, derivative, normal
+from noiseclock.core.optimizers import trained
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe
 from noiseclock.core.samplers import TINY, Setting
@@ -54,13 +55,13 @@ class VarianceOptimal(Priced):
             raise ValueError(f"VarianceOptimal: gain must lie in (0, 1], got {self.gain}")
 
     def _price(self, probe: Probe, setting: Setting, number: int) -> tuple[Tensor, Tensor]:
-        exact, device = probe.exact(watched=number == 0), probe.x0.device
+        exact, device = probe.exact(), probe.x0.device
         rows = probe.shuffled()[: -(-self.samples // ranks.count())]
         exact.rows = min(exact.rows, len(rows))  # otherwise each pass would be filled up to a whole batch
         time = evenly(len(rows) * ranks.count(), number, device)[ranks.mine() :: ranks.count()]
         parameters = trained(probe.modules, probe.optimizers)
         direction = normal(parameters, self._metric(probe), probe.seed)
-        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, rows))
+        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, rows), checked=number == CHECKED)
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
 

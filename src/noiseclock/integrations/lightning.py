@@ -33,7 +33,7 @@ from torch import Tensor
 from noiseclock.core.batch import call
 from noiseclock.core.checks import take_whole
 from noiseclock.core.clock import Clock
-from noiseclock.core.probes import map_tensors
+from noiseclock.core.conditioning import map_tensors
 from noiseclock.core.ranks import average_
 from noiseclock.core.uncertainty import Uncertainty
 from noiseclock.integrations.trackers import numbers, track

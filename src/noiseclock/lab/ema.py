@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from noiseclock.core.directions import local
+from noiseclock.core.ranks import local
 from noiseclock.lab.moments import by_size
 from noiseclock.lab.shards import fill_
 from noiseclock.lab.stored import Stored

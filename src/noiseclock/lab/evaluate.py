@@ -26,7 +26,8 @@ from noiseclock.core.clock import Clock
 from noiseclock.core.likelihood import bits, bound, decoder_term, kl_term, prior_term
 from noiseclock.core.measure import LossOverTime, loss_over_time
 from noiseclock.core.objectives import Objective, objective as make_objective
-from noiseclock.core.probes import modules_of, undisturbed
+from noiseclock.core.probes import undisturbed
+from noiseclock.core.reach import modules_of
 from noiseclock.core.schedules import Discrete, Schedule
 from noiseclock.core.streams import in_unit
 from noiseclock.core.table import wide
