@@ -19,25 +19,27 @@ from noiseclock.core.samplers import TINY
 from noiseclock.core.table import Table, widen
 
 LOW, HIGH = 0.1, 100.0  # bounds of the Beta's parameters: beyond them a policy has collapsed
+RAW = math.log(math.expm1(LOW)), HIGH  # softplus of these are the bounds; at 100 it is the identity to the last digit
 CHANNELS = (32, 64, 128)
 
 
 class Bounded(torch.autograd.Function):
-    """x clamped to [LOW, HIGH]; backward, as for x itself, but beyond a bound a gradient whose descent leads farther out is dropped.
+    """x clamped to [lo, hi]; backward, as for x itself, but beyond a bound a gradient whose descent leads farther out is dropped.
 
     A plain clamp has no gradient beyond its bounds: a policy that got there for every x0 could never come back, whatever the rewards and the entropy.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lo: float, hi: float) -> Tensor:
         ctx.save_for_backward(x)
-        return x.clamp(LOW, HIGH)
+        ctx.bounds = lo, hi
+        return x.clamp(lo, hi)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        outward = ((x < LOW) & (gradient > 0)) | ((x > HIGH) & (gradient < 0))  # descent moves x against its gradient
-        return gradient.masked_fill(outward, 0.0)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ((x,), (lo, hi)) = ctx.saved_tensors, ctx.bounds
+        outward = ((x < lo) & (gradient > 0)) | ((x > hi) & (gradient < 0))  # descent moves x against its gradient
+        return gradient.masked_fill(outward, 0.0), None, None
 
 
 class Policy(nn.Module):
@@ -68,9 +70,9 @@ class Policy(nn.Module):
         """(B, 2) parameters a and b."""
         with torch.autocast(x0.device.type, enabled=False):
             # a NaN in one sample shows in its own loss; here it would spoil the mean density of the batch
-            out: Tensor = functional.softplus(self.net(x0.float().nan_to_num(0.0, 0.0, 0.0)))
-        bounded: Tensor = Bounded.apply(out)  # type: ignore[no-untyped-call]
-        return bounded
+            out = self.net(x0.float().nan_to_num(0.0, 0.0, 0.0))
+            # bounded before softplus, whose own gradient is gone at -100: Adam's momentum can carry a policy as far as that
+            return functional.softplus(Bounded.apply(out, *RAW))  # type: ignore[no-untyped-call]
 
 
 class BetaCells:
