@@ -143,6 +143,29 @@ def test_updates_of_another_stage_are_not_missed_by_the_clock(sampler):
     assert clock.updates == 301  # warnings are errors here
 
 
+def test_inside_a_transform_of_torch_func_the_loss_is_weighed_by_hand_and_recorded_outside():
+    model, sampler = Denoiser().eval(), nc.LossSecondMoment(bins=4, refresh=1, warmup=1)
+    clock = nc.Clock("linear", sampler)
+    b = clock.draw(data())
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, whole):
+        prediction = torch.func.functional_call(model, parameters, (b.x_t, b.t))
+        if whole:
+            return clock.loss(b, prediction).mean()
+        errors = (prediction - b.target).square().mean(1)
+        return (errors * b.weight * b.correction).mean(), errors.detach()
+
+    with pytest.raises(ValueError, match=r"inside a transform of torch\.func nothing can be recorded; multiply the errors by b\.weight"):
+        torch.func.grad(loss)(parameters, whole=True)
+    found, errors = torch.func.grad(loss, has_aux=True)(parameters, whole=False)
+    outside = clock.weigh(b, errors)
+    expected = torch.autograd.grad(clock.loss(b, model(b.x_t, b.t)).mean(), list(model.parameters()))
+    assert max((a - e).abs().max().item() for a, e in zip(found.values(), expected, strict=True)) < 1e-6
+    assert outside.shape == (16,)
+    assert clock.record.by_time().drawn.sum() == 32
+
+
 def test_a_look_without_gradients_does_not_change_the_precision_of_probes():
     model = Denoiser()
     clock = nc.Clock("linear", nc.Adaptive(stride=100)).attach(torch.optim.SGD(model.parameters(), lr=1e-3), model=model)
