@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from noiseclock.core import ranks
 from noiseclock.core.batch import Batch, Draw
 from noiseclock.core.checks import choose, take_finite, take_positive, take_whole
+from noiseclock.core.conditioning import take_rows
 from noiseclock.core.health import LEAST_ESS, Health
 from noiseclock.core.later import Later
 from noiseclock.core.policy import BetaCells, Policy, draw_cells
-from noiseclock.core.probes import Probe, take_rows
+from noiseclock.core.probes import Probe
 from noiseclock.core.samplers import TINY, Sampler, Setting, take_uniforms, unit_time
 from noiseclock.core.schedules import Betas, Discrete, Linear, Quadratic
 from noiseclock.core.selection import SELECTORS, Queue, r_squared
