@@ -230,8 +230,8 @@ class Clock:
             raise ValueError(f"the errors must be a tensor of one number per sample, of shape {tuple(batch.time.shape)}, got {found}")
         if torch._C._functorch.is_functorch_wrapped_tensor(errors):
             raise ValueError(
-                "inside a transform of torch.func nothing can be recorded; multiply the errors by b.weight * b.correction there, return them too, and "
-                "pass them to clock.weigh outside"
+                "inside a transform of torch.func nothing can be recorded; multiply the errors by b.weight * b.correction there, return them too, "
+                "and pass them to clock.weigh outside"
             )
         errors = errors.to(torch.promote_types(errors.dtype, torch.float32))  # as in `loss`: under autocast they may be half precision
         if batch.draw is not None and not torch.is_grad_enabled():
