@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import noiseclock as nc
+from noiseclock.core.trained import Trained
 
 Make = Callable[[], nc.Sampler]
 
@@ -173,7 +174,7 @@ class Loop:
     def timed(self, clock: nc.Clock, steps: int, *, probe: bool) -> tuple[float, int]:
         """Seconds per step, and the peak of allocated memory in bytes."""
         clock._next_probe = clock._updates if probe else clock._updates + steps
-        clock.optimizers = (self.optimizer,)  # some probes measure in its metric
+        clock._trained = Trained((self.optimizer,))  # some probes measure in its metric
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()

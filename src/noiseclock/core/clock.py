@@ -23,7 +23,6 @@ from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
 from noiseclock.core.checks import choose, take_whole, told_apart, without_address
-from noiseclock.core.directions import forget_gathered
 from noiseclock.core.eager import eager
 from noiseclock.core.health import Health, warn
 from noiseclock.core.objectives import Objective, squared_error
@@ -380,7 +379,6 @@ class Clock:
         if self._too_small(x0):
             return
         modules = self._trained.modules(predict)
-        forget_gathered(modules)  # by the last probe, or by a validation
         # the probe's own noise, seeded by the update count: training must not depend on how often the model is probed
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from noiseclock.core.checks import brief
+from noiseclock.core.directions import forget_gathered
 from noiseclock.core.health import Health
 from noiseclock.core.optimizers import given, groups
 from noiseclock.core.probes import Probe
@@ -31,6 +32,7 @@ class Trained:
     def modules(self, predict: Any) -> list[nn.Module]:
         """Those that are named or found in predict; an error if there are none, or if the optimisers train none of their parameters."""
         modules = modules_of(predict) if self._model is None else [self._model]
+        forget_gathered(modules)  # by the last probe, or by a validation: FSDP2 then has other parameters than the optimiser
         if modules and (not self.optimizers or any(id(p) in given(self.optimizers) for module in modules for p in module.parameters())):
             return modules
         if self._model is None:
