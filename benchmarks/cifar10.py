@@ -64,7 +64,7 @@ class Part:
 LINEAR, COSINE, QUADRATIC = "cifar10-sprint-20k", "cifar10-sprint-cosine", "cifar10-sprint-quadratic"
 BRIEF = {"updates": 20_000, "warmup": 500, "ema": 0.999}
 SMALL = {**BRIEF, "channels": 64, "batch": 128}
-OTHERS = ("gradient-variance", "loss-history", "adaptive.released", "adaptive.paper+min-snr", "speed", "change-aware")
+OTHERS = ("gradient-variance", "loss-history", "adaptive.paper+min-snr", "speed", "change-aware")
 CONTINUOUS = (
     Part("cifar10-edm", ("log-normal", "uniform", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-edm", changes=SMALL),
     Part("cifar10-flow", ("uniform", "logit-normal", "variance-optimal", "adaptive.paper"), until=10_000, recipe="cifar10-flow", changes=SMALL),
@@ -95,6 +95,12 @@ QUEUE = [  # in the order of what they decide
     # what else was proposed
     Part(LINEAR, PAPERS),
     Part(LINEAR, OTHERS),
+    # the adaptive sampler again, longer: its policy could not move back from its bounds (docs/log.md, 2026-11-19)
+    Part(LINEAR, ("adaptive.released",)),
+    *(replace(part, methods=("adaptive.paper",)) for part in CONTINUOUS),
+    Part(LINEAR, ("adaptive.scaled",), until=10_000),
+    # other solvers on the linear schedule
+    Part(LINEAR, SOLVED, solvers=solvers.SOLVERS),
     # longer, if there is time, and a third seed under min-SNR
     *CONTINUOUS,
     Part(LINEAR, OURS[2:], seeds=(2,)),
