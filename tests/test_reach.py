@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import noiseclock as nc
-from noiseclock.core.reach import LIMIT, Labels, modules_of, reached, rows_held
+from noiseclock.core.reach import LIMIT, Labels, modules_of, reached, rows_held, telling
 from small_loops import Denoiser, data
 
 LABELS = torch.arange(16.0)[:, None]
@@ -229,6 +229,33 @@ def test_copies_and_rivals_in_the_same_module_are_no_unattached_models():
         other.step()
         whole.ema.update_parameters(whole.net)
     assert clock.sampler.probes == 5  # warnings are errors here
+
+
+PROBING = [nc.VarianceOptimal(every=1, samples=8), nc.Lookahead(every=1), nc.GradientVariance(every=1), nc.Adaptive(every=1, stride=50)]
+
+
+@pytest.mark.parametrize("sampler", PROBING, ids=lambda sampler: type(sampler).__name__)
+def test_a_model_that_fails_because_of_labels_in_predict_is_told_of_as_that(sampler):
+    """Most probes call it with a part of the batch; the sizes in torch's own error say nothing of the cause."""
+    torch.manual_seed(0)
+    model = Denoiser(conditions=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", sampler, probe_rows=8).attach(optimizer)
+
+    def update(labels):
+        b = clock.draw(data(), predict=lambda x, t: model(x, t, labels))
+        clock.loss(b, model(b.x_t, b.t, labels)).mean().backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="predict holds labels, with a row for each sample of the batch") as raised:
+        update(torch.zeros(16, 1))
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(("error", "held"), [(RuntimeError, None), (torch.OutOfMemoryError, LABELS), (KeyError, LABELS), (ValueError, LABELS)])
+def test_other_errors_of_a_model_stay_as_they_are(error, held):
+    with pytest.raises(error, match="mine"), telling(lambda x, t: (x, held), 16):
+        raise error("mine")
 
 
 # --- what a probe measures twice is the same ----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from noiseclock.core.health import Health, warn
 from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.optimizers import attachable, no_gradients
 from noiseclock.core.probes import Probe, autocast_dtype
+from noiseclock.core.reach import telling
 from noiseclock.core.record import Record
 from noiseclock.core.samplers import Sampler, Setting, Uniform, mean_under
 from noiseclock.core.schedules import Array, Discrete, Schedule, as_time
@@ -320,7 +321,8 @@ class Clock:
         self._waiting = 0
         self.weighting.updated(self._updates)
         if probe is not None and self._batch is not None:
-            self.sampler.after(probe, self._batch)
+            with telling(probe.predict, len(probe.x0)):
+                self.sampler.after(probe, self._batch)
             self._remember_rows(probe)
             self._next_probe = self._updates - 1 + self.sampler.pause
         if self._advance() or probe is not None:
@@ -389,7 +391,8 @@ class Clock:
             optimizers=self.optimizers, seed=self._chance.seed_of("sampler", self._updates),
         )  # fmt: skip
         self._trained.check(probe, self._health)
-        self.sampler.before(probe)
+        with telling(predict, len(x0)):
+            self.sampler.before(probe)
         self._remember_rows(probe)
         self._probe = probe
 

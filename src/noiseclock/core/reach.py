@@ -7,11 +7,12 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import OutOfMemoryError, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from noiseclock.core.conditioning import has_rows
@@ -43,8 +44,21 @@ class Labels:
         return [name for name, (state, _) in self._seen.items() if before.get(name, (state,))[0] != state]
 
 
+@contextmanager
+def telling(predict: Any, batch: int) -> Iterator[None]:
+    """If the model raises an error within, because it is called with other samples than those of the labels in predict, tell of these."""
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        if held := rows_held(predict, batch):
+            raise ValueError(told(list(held))) from error
+        raise
+
+
 def told(names: list[str]) -> str:
-    """A warning of such labels."""
+    """A sentence about such labels."""
     return (
         f"predict holds {', '.join(names)}, with a row for each sample of the batch, but probes call it with other samples and batch sizes; "
         "pass per-sample inputs as cond, and let predict(x_t, t, cond) take them"
