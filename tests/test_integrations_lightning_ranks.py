@@ -84,12 +84,14 @@ def test_two_processes_share_the_strata_and_resume_each_as_itself(tmp_path):
             assert rank[name]["updates"] == 8  # five micro-batches each, of ten an epoch
             assert differing(rank[name], rank[name + " resumed"]) == []
         assert torch.equal(ranks[0][name]["weights"], ranks[1][name]["weights"])
-        # noise is each rank's own, the density that was learned is the same
+        # noise is each rank's own, what was learned is the same
         states = [rank[name]["clock"] for rank in ranks]
         assert not torch.equal(states[0]["noise"]["state"], states[1]["noise"]["state"])
         if name != "uniform":
-            assert torch.equal(*(state["sampler"]["pmf"] for state in states))
-            assert (states[0]["sampler"]["pmf"] - 1 / 4).abs().max() > 0.01  # and no longer uniform on its four bins
+            for part in ("pmf", "faded"):
+                assert torch.equal(*(state["sampler"][part] for state in states))
+            assert states[0]["sampler"]["faded"].abs().max() > 0  # and is something; eight small probes need not move a density
+    assert (ranks[0]["loss-second-moment"]["clock"]["sampler"]["pmf"] - 1 / 4).abs().max() > 0.01  # no longer uniform on its four bins
     # an update's times are one from each of 2 ranks · 5 micro-batches · 2 samples intervals
     for update in range(2):
         assert strata([time for rank in ranks for time in rank["times"][5 * update : 5 * update + 5]])
