@@ -97,10 +97,12 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, OTHERS),
     # the adaptive sampler again, longer: its policy could not move back from its bounds (docs/log.md, 2026-11-19)
     Part(LINEAR, ("adaptive.released",)),
+    # SpeeD as the adaptive paper compares with it
+    Part(LINEAR, ("speed:variant=released+p2",)),
     *(replace(part, methods=("adaptive.paper",)) for part in CONTINUOUS),
+    # other solvers on the linear schedule; as a comparison of its own it repeats these four trainings, and evaluates them at the end only
+    Part("cifar10-sprint-solvers", SOLVED, every=20_000, solvers=solvers.SOLVERS),
     Part(LINEAR, ("adaptive.scaled",), until=10_000),
-    # other solvers on the linear schedule
-    Part(LINEAR, SOLVED, solvers=solvers.SOLVERS),
     # longer, if there is time, and a third seed under min-SNR
     *(replace(part, methods=tuple(method for method in part.methods if method != "adaptive.paper")) for part in CONTINUOUS),
     Part(LINEAR, OURS[2:], seeds=(2,)),
