@@ -213,6 +213,26 @@ def test_of_several_optimisers_the_last_ends_an_update():
         clock.attach(first, [last])
 
 
+@pytest.mark.parametrize(("order", "rests"), [("ABC", 1), ("ABC", 2), ("ABC", 4), ("ACB", 1), ("CAB", 1)])
+def test_a_last_optimiser_that_steps_rarely_or_too_early_ends_updates_all_the_same(order, rests):
+    """The first had begun another update by then, which was taken for an error in the last: no probe was ever completed."""
+    model = Denoiser()
+    first, rest = halves(model)
+    alone = torch.optim.SGD([rest.param_groups[0]["params"].pop()], lr=0.1)
+    optimizers = {"A": first, "B": rest, "C": alone}
+    clock = nc.Clock("linear", Probing()).attach(first, rest, alone)
+    for i in range(24):
+        b = clock.draw(data(), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        for name in order:
+            if name != "C" or i % rests == rests - 1:
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+    updates = 24 // rests
+    assert clock.updates == updates
+    assert [entry[0] for entry in clock.sampler.seen] == ["before", "after"] * -(-updates // 3)
+
+
 def test_an_optimiser_that_was_not_attached_is_told_of_once():
     model = Denoiser()
     first, last = halves(model)

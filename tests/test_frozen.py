@@ -157,9 +157,10 @@ def test_the_first_price_of_an_adapter_is_not_that_of_what_cannot_move_yet():
 
 
 @pytest.mark.parametrize("name", ["variance-optimal", "lookahead"])
-def test_a_warm_up_from_zero_is_waited_for(name):
+@pytest.mark.parametrize("none", [0.0, torch.tensor(0.0)], ids=["a number", "a tensor"])
+def test_a_warm_up_from_zero_is_waited_for(name, none):
     """At a learning rate of 0 there is no metric: nothing is priced, and nothing is said to be wrong (warnings are errors here)."""
-    assert followed(SAMPLERS[name](), lr=0.0)[3].sampler.probes == 0
+    assert followed(SAMPLERS[name](), lr=none)[3].sampler.probes == 0
     assert followed(SAMPLERS[name](), lr=1e-3)[3].sampler.probes == 3
 
 
@@ -175,6 +176,54 @@ def test_trained_weights_in_half_precision_are_refused_where_they_would_swallow_
         p.data = p.data.bfloat16()
     with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
         derivative([model], adapters, [torch.ones_like(p) for p in adapters], lambda: pytest.fail("not reached"))
+
+
+def mixed(part):
+    """A float32 network with a part in half precision that only autocast lets it run with, and what to name as the model."""
+    net = nn.Linear(2, 2)
+    half = nn.Linear(2, 2).bfloat16().requires_grad_(False)
+    both = nn.ModuleDict({"net": net, "other": half})
+    return {
+        "beside": (net, lambda x, t, decode=False: half(net(x)) if decode else net(x), None),
+        "in a module": (net, lambda x, t: both["net"](x), None),
+        "named": (net, lambda x, t: both["net"](x), net),
+        "before": (net, lambda x, t: net(half(x)), None),
+    }[part]
+
+
+@pytest.mark.parametrize("part", ["beside", "in a module", "named", "before"])
+@pytest.mark.parametrize("name", ["variance-optimal", "lookahead"])
+def test_parts_in_half_precision_are_left_alone_or_told_of(name, part):
+    """Under autocast everything runs; the probes' passes without it met torch's error about dtypes."""
+    net, predict, model = mixed(part)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.sampler(name, every=1)).attach(optimizer, **({} if model is None else {"model": model}))
+
+    def train():
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                b = clock.draw(torch.randn(16, 2).bfloat16(), predict=predict)
+                loss = clock.loss(b, predict(b.x_t, b.t)).mean()
+            loss.backward()
+            optimizer.step()
+
+    if part in ("beside", "named"):
+        train()
+        assert clock.sampler.probes == 3
+    else:
+        with pytest.raises(ValueError, match=r"without autocast, .* it fails: mat1 and mat2 .* clock\.attach\(optimizer, model=model\)"):
+            train()
+
+
+@pytest.mark.parametrize("name", ["lookahead", "gradient-variance"])
+def test_a_model_without_gradients_is_told_of(name):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock("linear", nc.sampler(name, every=1)).attach(optimizer)
+    b = clock.draw(torch.randn(16, 2), predict=torch.no_grad()(lambda x, t: model(x)))
+    clock.loss(b, model(b.x_t)).mean().backward()
+    with pytest.raises(ValueError, match="the loss depends on no trained parameter; predict must not disable gradients"):
+        optimizer.step()
 
 
 def test_nothing_to_train_is_an_error():

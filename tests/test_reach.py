@@ -1,7 +1,9 @@
 """What a callable refers to: the modules in it are probed, and labels in it are told of."""
 
 import functools
+import importlib
 import random
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -118,6 +120,55 @@ def test_models_in_mappings_defaults_and_decorated_functions_are_found():
         assert modules_of(predict) == [model]
 
 
+class Parent:
+    def predict(self, x, t):
+        return self.unet(x, t)
+
+
+class Child(Parent):
+    """Its model is behind a property, its labels in a slot, its method calls that of its parent."""
+
+    __slots__ = ("_unet", "labels")
+
+    def __init__(self, unet):
+        self._unet, self.labels = unet, LABELS
+
+    @property
+    def unet(self):
+        return self._unet
+
+    def predict(self, x, t):
+        return super().predict(x, t) + 0 * self.labels
+
+
+def test_properties_slots_and_methods_of_parents_are_followed():
+    child = Child(Denoiser())
+    assert modules_of(child.predict) == [child._unet]
+    assert list(rows_held(child.predict, 16)) == ["self.labels"]
+
+
+def test_a_package_of_the_users_own_may_be_installed(tmp_path, monkeypatch):
+    """It was taken for a library, into which nobody looks."""
+    package = tmp_path / "site-packages" / "mine"
+    package.mkdir(parents=True)
+    source = "class Trainer:\n    def predict(self, *x):\n        return self._inner(*x)\n    def _inner(self, *x):\n        return self.model(*x)\n"
+    (package / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    trainer = importlib.import_module("mine").Trainer()
+    trainer.model = Denoiser()
+    assert modules_of(trainer.predict) == [trainer.model]
+    sys.modules.pop("mine")
+
+
+def test_a_mapping_that_cannot_be_read_is_passed_over():
+    class Config(dict):
+        def items(self):
+            raise KeyError("a missing value")
+
+    model, config = Denoiser(), Config()
+    assert modules_of(lambda x, t: model(x, t) * len(config)) == [model]
+
+
 def test_an_attribute_is_not_mistaken_for_a_global_of_the_same_name():
     trainer = SimpleNamespace(model=Denoiser(), labels=LABELS)
     predict = eval("lambda x, t: trainer.model(x, t)", {"trainer": trainer, "model": Denoiser(), "labels": LABELS})
@@ -141,20 +192,28 @@ def test_what_only_looks_like_labels_is_never_told_of():
         assert watch.look(lambda x, t: model(x * scale[0] + query[0], t, table[: len(x)]) + len(names), 16) == [], i
 
 
-@pytest.mark.parametrize("how", ["a new tensor", "in place", "captions"])
+@pytest.mark.parametrize("how", ["a new tensor", "in place", "an array in place", "captions", "numbers"])
 def test_labels_are_told_of_when_they_change(how):
-    watch, buffer, texts = Labels(), torch.zeros(16), [str(i) for i in range(16)]
+    watch, kept = (
+        Labels(),
+        {"in place": torch.zeros(16), "an array in place": np.zeros(16), "captions": list("0123456789abcdef"), "numbers": [0] * 16},
+    )
 
     def look(i):
-        labels = torch.arange(16) if how == "a new tensor" else texts if how == "captions" else buffer
-        if i and how == "in place":
-            buffer.fill_(i)
-        if i and how == "captions":
-            texts[3] = "another"
+        labels = torch.arange(16) + i if how == "a new tensor" else kept[how]
+        if i:
+            labels[3] = "another" if how == "captions" else 7
         return watch.look(lambda x, t: (x, labels), 16)
 
     assert look(0) == []
     assert look(1) == ["labels"]
+
+
+def test_a_constant_that_is_made_anew_for_each_batch_is_no_label():
+    watch = Labels()
+    for _ in range(3):
+        grid = torch.arange(16.0)
+        assert watch.look(lambda x, t, grid=grid: x + grid[0], 16) == []
 
 
 def test_a_clock_tells_of_labels_once_and_measures_at_once():
@@ -199,9 +258,11 @@ def test_a_trained_part_that_nothing_names_is_refused():
         clock.loss(b, model(b.x_t, b.t, embed(labels))).mean().backward()
         optimizer.step()
 
-    with pytest.raises(ValueError, match=r"predict uses 6 trained parameters that do not belong .* model=model\), several as model=nn.ModuleList"):
+    with pytest.raises(
+        ValueError, match=r"predict uses trained parameters that do not belong .*, 6 tensors, .* model=model\), several as model=nn.ModuleList"
+    ):
         train()
-    with pytest.raises(ValueError, match="predict uses 2 trained parameters"):
+    with pytest.raises(ValueError, match=r"predict uses trained parameters .*, 2 tensors"):
         train(model=model)
     train(model=nn.ModuleList([model, embed]))
 

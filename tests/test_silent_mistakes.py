@@ -1,7 +1,9 @@
 """Mistakes in a user's loop that trained something else without a word: each is now right by itself, told of once, or refused."""
 
 import warnings
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,30 @@ def test_structures_of_one_sample_each_stay_with_it(make):
     rows = torch.tensor([3, 0, 0])
     assert take_rows([make(i) for i in range(5)], rows, 5) == [make(i) for i in (3, 0, 0)]
     assert take_rows({"tokens": [make(i) for i in range(5)]}, rows, 5)["tokens"] == [make(i) for i in (3, 0, 0)]
+
+
+class Items(dict):
+    """Its items are attributes too, as those of many configurations and outputs."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("kind", [Items, lambda items: SimpleNamespace(**items)])
+def test_holders_of_tensors_stay_what_they_are_and_hold_some_rows(kind):
+    """They were passed on as they are, with the labels of other samples."""
+    given = kind({"y": torch.arange(5), "array": np.arange(5), "name": "all"})
+    found = take_rows({"c": given}, torch.tensor([3, 0]), 5)["c"]
+    assert type(found) is type(given)
+    assert (found.y.tolist(), found.array.tolist(), found.name) == ([3, 0], [3, 0], "all")
+    assert given.y.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_tuple_of_numbers_is_of_the_samples_if_it_is_long():
+    rows = torch.tensor([3, 0])
+    assert take_rows((512, 512, 0, 0), rows, 4) == (512, 512, 0, 0)  # a size and a crop
+    assert take_rows(tuple(range(8)), rows, 8) == (3, 0)
 
 
 def test_structures_of_the_whole_batch_are_looked_into():
@@ -220,6 +246,62 @@ def test_an_optimiser_that_steps_rarely_is_noticed_and_an_average_is_not():
     assert said(lambda: train(rare=False, average=True)) == []
 
 
+def test_two_parts_of_predict_with_a_name_in_common_are_told_apart():
+    """A trained embedding was taken for the frozen layer, because both have a `weight`."""
+    model, embedding, frozen = Denoiser(conditions=1), nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False)
+    optimizer, left_out = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, embedding))
+    clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(optimizer)
+    y = torch.ones(16, 1)
+
+    def train(updates):
+        for _ in range(updates):
+            b = clock.draw(data(), predict=lambda x, t, y: model(x, t, frozen(embedding(y))), cond=y)
+            clock.loss(b, model(b.x_t, b.t, frozen(embedding(y)))).mean().backward()
+            for one in (optimizer, left_out):
+                one.step()
+                one.zero_grad()
+
+    (message,) = said(lambda: train(3))
+    assert message.startswith("2 parameters of the model, such as weight, are trained by an optimiser that is not attached")
+
+
+def test_an_optimiser_that_begins_late_is_noticed():
+    """As in a training that thaws a part after some time."""
+    model = Denoiser()
+    first, rest = parts(model)
+    optimizer, late = torch.optim.SGD(rest, lr=0.1), torch.optim.SGD(first, lr=0.1)
+    clock = nc.Clock("linear", nc.VarianceOptimal(every=1)).attach(optimizer)
+
+    def train(begins):
+        for i in range(16):
+            b = clock.draw(data(), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            if i >= begins:
+                late.step()
+            model.zero_grad()
+
+    assert said(lambda: train(16)) == []
+    assert len(said(lambda: train(0))) == 1
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_runs_beside_the_trained_model_is_evaluated_too(named):
+    """Naming the model left the batch norm of an encoder in training mode, and each probe moved its statistics."""
+    model, encoder = Denoiser(conditions=1), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for sampler in (nc.VarianceOptimal(every=1), nc.Lookahead(every=1), nc.GradientVariance(every=1), nc.Adaptive(every=1, stride=100)):
+        clock = nc.Clock("linear", sampler).attach(optimizer, **({"model": model} if named else {}))
+        before = encoder[1].num_batches_tracked.item()
+        for _ in range(4):
+            y = torch.ones(16, 1)
+            b = clock.draw(data(), predict=lambda x, t, y: model(x, t, encoder(y)), cond=y)
+            clock.loss(b, model(b.x_t, b.t, encoder(y))).mean().backward()
+            optimizer.step()
+        assert encoder[1].num_batches_tracked.item() == before + 4
+        assert encoder[1].training
+
+
 def test_closures_of_an_earlier_optimiser_belong_to_the_update():
     model = Denoiser()
     first, rest = parts(model)
@@ -364,7 +446,7 @@ def test_a_skip_that_the_device_knows_may_have_either_shape(shape):
     assert clock.updates == 3
 
 
-@pytest.mark.parametrize("name", ["variance-optimal", "lookahead"])
+@pytest.mark.parametrize("name", ["variance-optimal", "lookahead", "gradient-variance"])
 def test_complex_parameters_are_priced_as_their_two_parts(name):
     """A complex weight a + ib is two real ones: the same draws and losses must give the same prices."""
 
@@ -393,7 +475,7 @@ def test_complex_parameters_are_priced_as_their_two_parts(name):
             clock.loss(b, model(b.x_t, b.t)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(clock.sampler.curve[0])
+        found.append(clock.sampler.variance if name == "gradient-variance" else clock.sampler.curve[0])
     # float32 differences over a step of 1e-3: about 2e-4 of the largest, twice that in squares, and Adam divides by small roots
     assert (found[0] - found[1]).abs().max() < 2e-3 * found[1].abs().max()
 

@@ -311,8 +311,8 @@ class Adaptive(Sampler):
         x0, noise = ranks.from_first(probe.x0[row]), ranks.from_first(probe.noise[:size])
         cond = ranks.anything_from_first(take_rows(probe.cond, row, len(probe.x0)), device)
         alone = Probe(
-            probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, autocast=probe.autocast,
-            rows=None if probe.rows >= size else probe.rows,
+            probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, others=probe.others,
+            autocast=probe.autocast, rows=None if probe.rows >= size else probe.rows,
         )  # fmt: skip
         alone.lowered = probe.lowered
         grid = self._grid.on(device)

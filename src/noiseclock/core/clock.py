@@ -380,15 +380,15 @@ class Clock:
         """
         if self._too_small(x0):
             return
-        modules = self._trained.modules(predict)
+        modules, others = self._trained.modules(predict)
         # the probe's own noise, seeded by the update count: training must not depend on how often the model is probed
         generator = torch.Generator(x0.device).manual_seed(self._chance.seed_of("probe", self._updates))
         noise = torch.randn(x0.shape, generator=generator, device=x0.device, dtype=at_least_float32(x0))
         autocast = autocast_dtype(x0.device) or self._autocast
         self._drop_probe()  # until the probe has succeeded: if the model raises an error, the user may continue training
         probe = Probe(
-            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, autocast=autocast, rows=self.probe_rows,
-            optimizers=self.optimizers, seed=self._chance.seed_of("sampler", self._updates),
+            predict, self.schedule, self.objective, x0, cond, noise=noise, modules=modules, others=others, autocast=autocast,
+            rows=self.probe_rows, optimizers=self.optimizers, seed=self._chance.seed_of("sampler", self._updates),
         )  # fmt: skip
         self._trained.check(probe, self._health)
         with telling(predict, len(x0)):

@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+MOST_NUMBERS = 6  # in a tuple that describes the whole batch, such as a size and a crop
+
 
 def _parts(f: Callable[[Any], Any], thing: Any) -> Any:
-    """`thing` with f applied to each part of a mapping, sequence or dataclass; anything else is returned unchanged."""
+    """`thing` with f applied to each part of a mapping, a sequence, a dataclass or a plain holder of data; anything else is returned unchanged."""
     if isinstance(thing, Mapping):
-        return {name: f(value) for name, value in thing.items()}
+        items = {name: f(value) for name, value in thing.items()}
+        try:
+            return type(thing)(items)  # type: ignore[call-arg]  # its items may be attributes too
+        except TypeError:
+            return items
     if isinstance(thing, (list, tuple)):
         parts = [f(value) for value in thing]
         return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
@@ -22,6 +28,10 @@ def _parts(f: Callable[[Any], Any], thing: Any) -> Any:
         other = copy(thing)
         for field in fields(thing):
             object.__setattr__(other, field.name, f(getattr(thing, field.name)))
+        return other
+    if not callable(thing) and any(isinstance(value, (Tensor, np.ndarray)) for value in getattr(thing, "__dict__", {}).values()):
+        other = copy(thing)
+        vars(other).update({name: f(value) for name, value in vars(thing).items()})
         return other
     return thing
 
@@ -62,11 +72,12 @@ def has_rows(thing: Any, batch: int) -> bool:
 def _one_for_each(items: Sequence[Any]) -> bool:
     """Is there one item per sample: captions, labels, or embeddings of different lengths, None where guidance drops the condition?
 
-    If n tensors have n rows each, every one of them is a whole batch. A tuple of numbers is a single value, such as a size.
+    If n tensors have n rows each, every one of them is a whole batch. A short tuple of numbers is a single value, such as a size.
     """
     if tensors := [item for item in items if isinstance(item, (Tensor, np.ndarray))]:
         return not all(has_rows(tensor, len(items)) for tensor in tensors)
-    allowed = (str, type(None)) if isinstance(items, tuple) else (str, type(None), int, float, Mapping, list, tuple)
+    value = isinstance(items, tuple) and len(items) <= MOST_NUMBERS
+    allowed = (str, type(None)) if value else (str, type(None), int, float, Mapping, list, tuple)
     return all(isinstance(item, allowed) for item in items) and not any(_holds_rows(item, len(items)) for item in items)
 
 

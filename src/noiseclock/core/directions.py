@@ -23,6 +23,7 @@ from noiseclock.core.samplers import TINY
 from noiseclock.core.table import wide
 
 STEP = 1e-3  # ‖h·d‖ as a fraction of the norm of the parameters
+LEAST = 0.01  # root mean square of the parameters that is assumed at least: adapters and biases start at 0. Networks as a whole have 0.015 to 0.05
 CHECKED = 9  # the number of the probe that compares two steps: the first see large gradients, which rounding hardly disturbs
 UNLIKE = 0.2  # by which the two may differ
 
@@ -65,6 +66,7 @@ def derivative(
         )
     mine = [local(p) for p in parameters]
     length, size = (_norm(part, spread) for part in (direction, mine))
+    size = size.clamp(min=LEAST * math.sqrt(sum(p.numel() for p in parameters)))
     h = torch.where(length > 0, STEP * size / length, 1.0)
     kept = _shaped(torch.empty(sum(p.numel() for p in mine), device=mine[0].device), mine)
     torch._foreach_copy_(kept, mine)

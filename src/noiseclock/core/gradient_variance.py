@@ -143,7 +143,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
         for module in probe.modules:
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
-        stack.enter_context(undisturbed(probe.modules, probe.x0.device))
+        stack.enter_context(undisturbed(probe.resting, probe.x0.device))
         stack.enter_context(uncached(probe.x0.device, autocast))
         for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
             # every time gets other samples and, shifted by i, other noises for them; no half holds a sample or a noise twice
@@ -161,8 +161,9 @@ def _gradient(predict: Predict, parameters: list[nn.Parameter], x_t: Tensor, t: 
     with torch.enable_grad():
         loss = squared_error(call(predict, x_t, t, cond), target).mean()
         if not loss.requires_grad:
-            raise ValueError("the loss depends on no trained parameter")
-        return [g.to(at_least_float32(g)) for g in gradients(loss, parameters)]
+            raise ValueError("the loss depends on no trained parameter; predict must not disable gradients")
+        found = (torch.view_as_real(g) if g.is_complex() else g for g in gradients(loss, parameters))
+        return [g.to(at_least_float32(g)) for g in found]
 
 
 def _shards(parameters: list[nn.Parameter]) -> int:

@@ -74,7 +74,7 @@ def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, tim
     gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
     total: list[Tensor] = []
-    with undisturbed(probe.modules, probe.x0.device), full_precision(probe.modules, probe.x0.device):
+    with undisturbed(probe.resting, probe.x0.device), full_precision(probe.resting, probe.x0.device):
         for start in range(0, len(rows), probe.rows):
             chosen, at = rows[start : start + probe.rows], time[start : start + probe.rows]
             found = gradient(parameters, *probe.inputs(at, chosen, chosen, None), weight[start : start + probe.rows])
@@ -91,6 +91,8 @@ def gradient_of_sum(
     """The gradient of Σ weight·loss over a batch, for each parameter; for a model sharded by FSDP2, this rank's shard of the mean over ranks."""
     with torch.enable_grad():
         loss = (squared_error(call(predict, x_t, t, cond), target) * weight).sum()
+        if not loss.requires_grad:
+            raise ValueError("the loss depends on no trained parameter; predict must not disable gradients")
         return tuple(map(local, gradients(loss, parameters)))
 
 

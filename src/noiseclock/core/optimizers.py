@@ -62,7 +62,8 @@ def attachable(optimizer: Any) -> Any:
 
 def stands_still(optimizers: Sequence[Any]) -> bool:
     """Is every learning rate 0, as at the start of a warm-up, so that there is no metric?"""
-    return bool(optimizers) and all(not isinstance(lr := group.get("lr"), Tensor) and lr == 0 for group in groups(optimizers))
+    rates = [group.get("lr") for group in groups(optimizers)]
+    return bool(rates) and all((not isinstance(lr, Tensor) or lr.device.type == "cpu") and lr == 0 for lr in rates)  # a device is not waited for
 
 
 def no_gradients(optimizers: Sequence[Any], device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -23,6 +24,7 @@ from noiseclock.core.table import lasting, wide
 
 Measured = TypeVar("Measured")
 HALF = (torch.bfloat16, torch.float16)
+MIXED = re.compile(r"\bd?type\b.*([Ff]loat|[Hh]alf)", re.DOTALL)  # in torch's errors about tensors of different precision
 
 
 @contextmanager
@@ -47,7 +49,10 @@ def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None
 
 @contextmanager
 def full_precision(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    """Disable autocast, also that of accelerate, which wraps the model's forward in autocast and keeps the plain one as `_original_forward`."""
+    """Disable autocast, also that of accelerate, which wraps the model's forward in autocast and keeps the plain one as `_original_forward`.
+
+    A model with parts in half precision may need autocast to run; then a sentence says what to do.
+    """
     # a model that was compiled first forwards this attribute, but not its `forward`, to the module inside
     both = [(module.__dict__, getattr(module, "_orig_mod", module).__dict__) for root in modules for module in root.modules()]
     wrapped = [(own, own["forward"], inner["_original_forward"]) for own, inner in both if "forward" in own and "_original_forward" in inner]
@@ -56,6 +61,14 @@ def full_precision(modules: list[nn.Module], device: torch.device) -> Iterator[N
             own["forward"] = plain
         with torch.autocast(device.type, enabled=False):
             yield
+    except RuntimeError as error:
+        if not MIXED.search(str(error)):
+            raise
+        raise ValueError(
+            f"a probe runs the model without autocast, which would round away what it measures, and there it fails: {error}. Let its frozen parts in "
+            "half precision return float32, or pass what they compute as cond; if predict is a larger module, name the network that is trained: "
+            "clock.attach(optimizer, model=model); or use a sampler that measures no derivatives, such as LossSecondMoment"
+        ) from error
     finally:
         for own, forward, _ in wrapped:
             own["forward"] = forward
@@ -65,11 +78,11 @@ class Probe:
     """One model, measured before and after an optimiser update with the same data, noise and conditioning.
 
     x0 (B, ...), noise (N, ...): the probe's own, so that a replayed graph cannot change them in between. The model runs as in training, with raw
-    weights and the same autocast (a dtype or None), but with `modules` in evaluation mode. All forward passes have one size, so that nothing
-    recompiles: the batch size, which needs no more memory than a training step, or equal parts of at most `rows` samples. If memory still runs
-    out, `rows` is halved until it suffices. optimizers: the model's, if known. seed: of the random numbers that a sampler needs besides
-    the noise, another one for each probe, rank and seed of the clock. lost: was the update skipped? (0-d, bool) on the device, if only the device
-    knows; None if the update was made.
+    weights and the same autocast (a dtype or None), but in evaluation mode: `modules`, the trained ones, and `others` that run beside them. All
+    forward passes have one size, so that nothing recompiles: the batch size, which needs no more memory than a training step, or equal parts of at
+    most `rows` samples. If memory still runs out, `rows` is halved until it suffices. optimizers: the model's, if known. seed: of the random numbers
+    that a sampler needs besides the noise, another one for each probe, rank and seed of the clock. lost: was the update skipped? (0-d, bool) on the
+    device, if only the device knows; None if the update was made.
     """
 
     def __init__(
@@ -82,6 +95,7 @@ class Probe:
         *,
         noise: Tensor,
         modules: list[nn.Module],
+        others: Sequence[nn.Module] = (),
         autocast: torch.dtype | None = None,
         rows: int | None = None,
         optimizers: Sequence[Any] = (),
@@ -94,7 +108,8 @@ class Probe:
             # the caller may change them before the probe is over, as a loop with fixed buffers does, or a model that drops labels in place
             self.x0, self.cond = x0.detach().clone(), map_tensors(lambda x: x.detach().clone(), cond)
         self.noise = noise
-        self.modules, self.autocast, self.rows, self._filled_up = modules, autocast, rows or len(noise), rows is None
+        self.modules, self.others, self.resting = modules, others, [*modules, *others]
+        self.autocast, self.rows, self._filled_up = autocast, rows or len(noise), rows is None
         self.lowered: list[int] = []  # `rows` each time that memory ran out; copies of a probe share this list
         self.optimizers, self.seed = optimizers, seed
         self.lost: Tensor | None = None
@@ -129,7 +144,7 @@ class Probe:
     def used(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter] | None:
         """Those parameters that the model's loss depends on; None if it cannot be seen, as of a replayed graph or a sharded model."""
         rows = torch.arange(min(self.rows, len(self.x0)), device=self.x0.device)
-        with undisturbed(self.modules, self.x0.device), self._as_in_training(), torch.enable_grad():
+        with undisturbed(self.resting, self.x0.device), self._as_in_training(), torch.enable_grad():
             loss = self._chunk(torch.full_like(rows, 0.5, dtype=wide(rows.device)), rows, rows).sum()
             if not loss.requires_grad or sharded(parameters):
                 return None
@@ -156,7 +171,7 @@ class Probe:
         found = []
         parts = -(-len(time) // self.rows)
         size = self.rows if self._filled_up else -(-len(time) // parts)
-        with undisturbed(self.modules, self.x0.device), self._as_in_training():
+        with undisturbed(self.resting, self.x0.device), self._as_in_training():
             for part in range(parts):
                 # the last chunk is filled up with the first rows, so that every forward pass has the same shape
                 chosen = torch.arange(part * size, (part + 1) * size, device=time.device) % len(time)
@@ -181,7 +196,7 @@ class Probe:
 
     def _as_in_training(self) -> Any:
         if self._exact:
-            return full_precision(self.modules, self.x0.device)
+            return full_precision(self.resting, self.x0.device)
         return uncached(self.x0.device, self.autocast)
 
 

@@ -7,11 +7,13 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import OutOfMemoryError, Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,8 +42,8 @@ class Labels:
 
     def look(self, predict: Any, batch: int) -> list[str]:
         """The names of those that have changed since the last look, at another batch."""
-        before, self._seen = self._seen, {name: (_state(value), value) for name, value in rows_held(predict, batch).items()}
-        return [name for name, (state, _) in self._seen.items() if before.get(name, (state,))[0] != state]
+        before, self._seen = self._seen, {name: (value, _state(value)) for name, value in rows_held(predict, batch).items()}
+        return [name for name, now in self._seen.items() if name in before and _changed(before[name], now)]
 
 
 @contextmanager
@@ -70,6 +72,7 @@ def reached(predict: Any) -> list[tuple[str, Any]]:
 
     Modules are not looked into, but for the attributes that their own code names.
     """
+    own = _package(predict)
     found: dict[int, tuple[str, Any]] = {}  # by id; it holds the values, so that no id is used twice
     done: set[tuple[int, frozenset[str]]] = set()
     left: deque[tuple[str, Any, frozenset[str]]] = deque([("it", predict, frozenset())])
@@ -78,13 +81,21 @@ def reached(predict: Any) -> list[tuple[str, Any]]:
         if thing is not None and (id(thing), named) not in done and not isinstance(thing, (type, ModuleType)):
             done.add((id(thing), named))
             found.setdefault(id(thing), (name, thing))
-            left.extend(_parts(name, thing, named))
+            with suppress(Exception):  # of a mapping or attribute of the user's that cannot be read
+                left.extend(_parts(name, thing, named, own))
     return list(found.values())
 
 
-def _parts(name: str, thing: Any, named: frozenset[str]) -> Parts:
+def _package(predict: Any) -> str:
+    """The package of the user's callable: it may be installed too, and is looked into all the same."""
+    code = predict.func if isinstance(predict, functools.partial) else predict
+    of = code if isinstance(code, (FunctionType, MethodType)) else type(code)
+    return "" if isinstance(code, nn.Module) else str(getattr(of, "__module__", "")).partition(".")[0]
+
+
+def _parts(name: str, thing: Any, named: frozenset[str], own: str) -> Parts:
     if isinstance(thing, FunctionType):
-        yield from _of_function(inspect.unwrap(thing))
+        yield from _of_function(inspect.unwrap(thing), own)
     elif isinstance(thing, MethodType):
         yield "self", thing.__self__, _names(thing.__func__)
         yield name, thing.__func__, named
@@ -95,7 +106,9 @@ def _parts(name: str, thing: Any, named: frozenset[str]) -> Parts:
     elif isinstance(thing, nn.Module):
         inner = thing.module if isinstance(thing, DistributedDataParallel) else thing
         inner = getattr(inner, "_orig_mod", inner)  # of a compiled module
-        for key in (named | _names(_method(inner, "forward"))) & vars(inner).keys():
+        for forward in _methods(inner, "forward", own):
+            named |= _names(forward)
+        for key in named & vars(inner).keys():
             yield f"{name}.{key}", vars(inner)[key], frozenset()
     elif isinstance(thing, Mapping):
         for key, value in islice(thing.items(), MOST):
@@ -103,19 +116,25 @@ def _parts(name: str, thing: Any, named: frozenset[str]) -> Parts:
     elif isinstance(thing, (list, tuple)):
         for i, value in enumerate(thing[:MOST]):
             yield f"{name}[{i}]", value, named
-    elif hasattr(thing, "__dict__") and not isinstance(thing, Tensor):
-        called = _method(thing, "__call__")
-        named |= _names(called)
-        yield name, called, named
+    elif not isinstance(thing, (Tensor, np.ndarray)) and (slots := _slots(thing)) is not None:
+        for called in _methods(thing, "__call__", own):
+            named |= _names(called)
+            yield name, called, named
         for key in sorted(named):
-            if key in vars(thing):
-                yield f"{name}.{key}", vars(thing)[key], named
-            elif (method := _method(thing, key)) is not None:
+            if key in getattr(thing, "__dict__", ()) or (key in slots and hasattr(thing, key)):
+                yield f"{name}.{key}", getattr(thing, key), named
+            for method in _methods(thing, key, own):
                 yield "self", thing, _names(method)
                 yield f"{name}.{key}", method, named
 
 
-def _of_function(function: Any) -> Parts:
+def _slots(thing: Any) -> set[str] | None:
+    """The names of its slots; None if it has no attributes at all."""
+    slots = {slot for kind in type(thing).__mro__ for slot in vars(kind).get("__slots__", ())}
+    return slots if slots or hasattr(thing, "__dict__") else None
+
+
+def _of_function(function: Any, own: str) -> Parts:
     """What the code of a function names: variables of functions around it, globals, and defaults of arguments."""
     found: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -127,24 +146,27 @@ def _of_function(function: Any) -> Parts:
     found |= {name: p.default for name, p in inspect.signature(function, follow_wrapped=False).parameters.items() if p.default is not p.empty}
     named = _names(function)
     for name, value in found.items():
-        if not _of_a_library(value):
+        if not _of_a_library(value, own):
             yield name, value, named
 
 
-def _of_a_library(value: Any) -> bool:
-    """Is it a function of an installed package? Its globals are no business of the user's loop."""
-    return isinstance(value, FunctionType) and "site-packages" in inspect.unwrap(value).__code__.co_filename
+def _of_a_library(value: Any, own: str) -> bool:
+    """Is it a function of an installed package that is not the user's? Its globals are no business of the user's loop."""
+    if not isinstance(value, FunctionType) or (own and value.__module__.partition(".")[0] == own):
+        return False
+    return any(folder in inspect.unwrap(value).__code__.co_filename for folder in ("site-packages", "dist-packages"))
 
 
-def _method(thing: Any, name: str) -> Any:
-    """The function behind a method that is written in Python, None if there is none."""
-    found = inspect.getattr_static(type(thing), name, None)
-    return found if isinstance(found, FunctionType) and not _of_a_library(found) else None
+def _methods(thing: Any, name: str, own: str) -> list[FunctionType]:
+    """The functions behind a method or property that is written in Python, those of parent classes too."""
+    found = [vars(kind).get(name) for kind in type(thing).__mro__]
+    functions = (getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value) for value in found)
+    return [function for function in functions if isinstance(function, FunctionType) and not _of_a_library(function, own)]
 
 
 def _names(function: Any) -> frozenset[str]:
     """The attributes that a function names."""
-    return frozenset() if function is None else _named(inspect.unwrap(function).__code__, "LOAD_ATTR", "LOAD_METHOD")
+    return _named(inspect.unwrap(function).__code__, "LOAD_ATTR", "LOAD_METHOD")
 
 
 @functools.cache
@@ -155,12 +177,26 @@ def _named(code: CodeType, *instructions: str) -> frozenset[str]:
 
 
 def _labels(value: Any, batch: int) -> bool:
-    captions = isinstance(value, (list, tuple)) and len(value) == batch and any(isinstance(item, str) for item in value)
-    return captions or has_rows(value, batch)
+    listed = isinstance(value, (list, tuple)) and len(value) == batch and any(isinstance(item, (str, int, float)) for item in value)
+    return listed or has_rows(value, batch)
 
 
 def _state(value: Any) -> Any:
-    """What changes when the value does."""
+    """What changes when the value is changed in place."""
     if isinstance(value, (list, tuple)):
-        return [item if isinstance(item, str) else None for item in value]
-    return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else None
+        return [item if isinstance(item, (str, int, float)) else None for item in value]
+    if isinstance(value, np.ndarray):
+        return hash(value.tobytes())
+    return None if value.is_inference() else value._version
+
+
+def _changed(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    """Is the value, of the same name, another one than before? A tensor that is made anew each time may hold the same numbers."""
+    (old, then), (new, state) = before, now
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and old is not new:
+        return (not old.is_inference() and old._version != then) or not _same(old, new)
+    return type(old) is not type(new) or then != state
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)

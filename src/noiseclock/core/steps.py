@@ -22,9 +22,11 @@ class Steps:
         self._waiting, self._failed, self._ended = waiting, failed, ended
         # the batches that waited when the step began, None outside a step: a draw inside belongs to the step, as those of a closure do
         self._began: int | None = None
+        self._running = False  # is some optimiser in its step, or has it raised an error there?
         self.counted: bool | None = None  # do the hooks see all updates? None before the first, False after a capture: replays run no hook
         # a GradScaler may skip the step of the first, but not of all
         self._hooks = [each.register_step_pre_hook(self._before_other) for each in optimizers[1:]]
+        self._hooks += [each.register_step_post_hook(self._returned) for each in optimizers]
         self._hooks += [optimizers[0].register_step_pre_hook(self._before), optimizers[-1].register_step_post_hook(self._after)]
 
     def remove(self) -> None:
@@ -38,13 +40,18 @@ class Steps:
         return self._began is not None
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._began not in (None, self._waiting()):  # the last step raised an error, and its batch was left out
+        # If the last step raised an error, its batch was left out. If it returned, the last optimiser steps more rarely than the first.
+        if self._running and self._began not in (None, self._waiting()):
             self._failed()
-        self._began = self._waiting()
+        self._began, self._running = self._waiting(), True
 
     def _before_other(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._running = True
         if self._began is None:
             self._began = self._waiting()
+
+    def _returned(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._running = False
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._began is None:  # the step of a subclass, after that of its parent class: torch runs the hooks for both
