@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from forked import on_two
-from noiseclock.core.directions import derivative, normal
+from noiseclock.core.directions import ALONG, derivative, normal
 from noiseclock.core.optimizers import metric, no_gradients, trained
 
 
@@ -162,7 +162,7 @@ def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit
     parameters = trained([model])
     before = [p.detach().clone() for p in parameters]
     direction = normal(parameters, [1.0] * len(parameters), seed=3)
-    found = derivative([model], parameters, direction, lambda: model(x).square().mean(1))
+    found = derivative([model], parameters, direction, lambda: model(x).square().mean(1), step=ALONG)
     for i in range(10):
         gradient = torch.autograd.grad(model(x[i : i + 1]).square().mean(), parameters)
         along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
@@ -173,10 +173,10 @@ def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        derivative([model], parameters, direction, broken)
+        derivative([model], parameters, direction, broken, step=ALONG)
     assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
     with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
-        derivative([half := nn.Linear(2, 2).to(torch.bfloat16)], trained([half]), [torch.ones(2, 2), torch.ones(2)], broken)
+        derivative([half := nn.Linear(2, 2).to(torch.bfloat16)], trained([half]), [torch.ones(2, 2), torch.ones(2)], broken, step=ALONG)
 
 
 def test_a_derivative_along_parameters_that_are_nearly_zero_is_no_rounding_error():
@@ -186,7 +186,7 @@ def test_a_derivative_along_parameters_that_are_nearly_zero_is_no_rounding_error
     frozen = model(x).detach() + 1
     nn.init.normal_(model.weight, std=1e-5)
     direction = normal([model.weight], [1.0], seed=3)
-    found = derivative([model], [model.weight], direction, lambda: (frozen + model(x)).square().mean(1))
+    found = derivative([model], [model.weight], direction, lambda: (frozen + model(x)).square().mean(1), step=ALONG)
     wanted = (2 * (frozen + model(x)) * (x @ direction[0].T)).mean(1).detach()
     # losses of order 1 are known to 6e-8, their difference over 2·h·d of about 2e-5 to 6e-3
     assert (found - wanted).abs().max() < 2e-2 * wanted.abs().max()

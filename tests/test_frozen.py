@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import noiseclock as nc
 from gaussians import Denoiser, ring
 from noiseclock.core.batch import noised
-from noiseclock.core.directions import derivative, normal
+from noiseclock.core.directions import ALONG, derivative, normal
 from noiseclock.core.lookahead import TARGETS
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.optimizers import metric, trained
@@ -115,8 +115,8 @@ def test_the_price_is_that_of_what_is_trained(freeze, optimizer):
         gradient = torch.autograd.grad(loss, adapters, retain_graph=True)
         wanted.append(sum((g * d).sum() for g, d in zip(gradient, direction, strict=True)) ** 2)
     wanted = torch.stack(wanted).detach().double()
-    # in float64 what is left is the central difference, of the order of its step, 1e-3, squared
-    assert (found - wanted).abs().max() < 1e-4 * wanted.max()
+    # in float64 what is left is the central difference, of the order of its step, 0.05, squared, and twice that in a square
+    assert (found - wanted).abs().max() < 5e-3 * wanted.max()
     assert wanted.max() > 0
 
 
@@ -167,7 +167,9 @@ def test_a_warm_up_from_zero_is_waited_for(name, none):
 def test_a_derivative_along_nothing_is_zero():
     model, adapters, _ = adapted()
     x, t = torch.zeros(4, 2).double(), torch.zeros(4)
-    assert derivative([model], adapters, [torch.zeros_like(p) for p in adapters], lambda: model(x, t).square().mean(1)).tolist() == [0.0] * 4
+    assert (
+        derivative([model], adapters, [torch.zeros_like(p) for p in adapters], lambda: model(x, t).square().mean(1), step=ALONG).tolist() == [0.0] * 4
+    )
 
 
 def test_trained_weights_in_half_precision_are_refused_where_they_would_swallow_the_difference():
@@ -175,7 +177,7 @@ def test_trained_weights_in_half_precision_are_refused_where_they_would_swallow_
     for p in adapters:
         p.data = p.data.bfloat16()
     with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
-        derivative([model], adapters, [torch.ones_like(p) for p in adapters], lambda: pytest.fail("not reached"))
+        derivative([model], adapters, [torch.ones_like(p) for p in adapters], lambda: pytest.fail("not reached"), step=ALONG)
 
 
 def mixed(part):

@@ -15,7 +15,7 @@ import noiseclock as nc
 from forked import on_two
 from gaussians import Denoiser, ring
 from noiseclock.core.batch import noised
-from noiseclock.core.directions import derivative
+from noiseclock.core.directions import ALONG, derivative
 from noiseclock.core.lookahead import TARGETS, _gradient, utility
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import evenly
@@ -86,8 +86,8 @@ def test_samples_that_gave_the_gradient_are_priced_too_high():
     for number, probe in enumerate(probes_of(clock, model, data, 200, size=32)):
         rows, time = torch.arange(16), evenly(16, number, torch.device("cpu"))
         direction = _gradient(probe, parameters, simple, time, rows)
-        same += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows: p.losses(t, r)).mean())
-        apart += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows + 16: p.losses(t, r)).mean())
+        same += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows: p.losses(t, r), step=ALONG).mean())
+        apart += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows + 16: p.losses(t, r), step=ALONG).mean())
         x_t, target = noised(clock.schedule, clock.objective, probe.x0[:16], probe.noise[:16], time)
         for loss in squared_error(model(x_t, clock.schedule.condition(time)), target):
             own += sum(float(g.square().sum()) for g in torch.autograd.grad(loss, parameters, retain_graph=True)) / 16 / 16
@@ -209,7 +209,7 @@ def direction_of(model, half: int):
     """The direction in which a rank's probe measures its own half of the data."""
     _, clock = asked(model, half)
     directions = []
-    taken = lambda modules, parameters, direction, losses, checked: directions.extend(direction) or torch.ones(16)  # noqa: E731
+    taken = lambda modules, parameters, direction, losses, **_: directions.extend(direction) or torch.ones(16)  # noqa: E731
     with patch("noiseclock.core.lookahead.derivative", taken):
         clock.sampler.after(clock._probe, None)
     return torch.cat([d.flatten() for d in directions])

@@ -357,12 +357,17 @@ def test_random_choices_of_a_model_are_the_same_in_all_passes_of_a_probe_and_lea
     assert (torch.equal(first, second), after) == (True, draw())
 
 
-class Halved(Denoiser):
+class Halved(nn.Module):
     """In half precision inside, between float32 ends."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [part for _ in range(4) for part in (nn.Linear(256, 256), nn.SiLU())]
+        self.net = nn.Sequential(nn.Linear(3, 256), nn.SiLU(), *layers, nn.Linear(256, 2))
 
     def forward(self, x, t):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x, t).float()
+            return self.net(torch.cat([x, t[:, None].to(x) / 1000], 1)).float()
 
 
 class OfItsOwn(Denoiser):
@@ -374,9 +379,12 @@ class OfItsOwn(Denoiser):
         return super().forward(x, t) + 0.1 * torch.randn(x.shape, generator=self.generator)
 
 
-@pytest.mark.parametrize("kind", [Halved, OfItsOwn, Denoiser])
-@pytest.mark.parametrize("name", ["variance-optimal", "lookahead"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("variance-optimal", Halved), *((name, kind) for name in ("variance-optimal", "lookahead") for kind in (OfItsOwn, Denoiser))],
+)
 def test_derivatives_that_depend_on_their_step_are_told_of_once(name, kind):
+    """Half precision disturbs a random direction; along a gradient, which Lookahead takes, it is exact enough."""
     torch.manual_seed(0)
     model = kind()
     with warnings.catch_warnings(record=True) as caught:

@@ -19,7 +19,7 @@ from forked import on_two
 from gaussians import Denoiser, ring
 from known_densities import SCHEDULE, OwnParameters, SharedParameter, T, best_density, distance
 from noiseclock.core.batch import noised
-from noiseclock.core.directions import derivative, normal
+from noiseclock.core.directions import ACROSS, derivative, normal
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.optimizers import metric, trained
 from noiseclock.core.ranks import local
@@ -445,8 +445,8 @@ def _together(rank: int, port: int, results) -> None:
         direction = normal(parameters, [1.0] * len(parameters), seed=7)
         whole = [DTensor.from_local(d, p.device_mesh, p.placements).full_tensor() for d, p in zip(direction, parameters, strict=True)]
         x, t = torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(0, 800, 100)
-        results["sharded", rank] = derivative([model], parameters, direction, lambda: model(x, t).square().mean(1))
-        results["whole", rank] = derivative([alone := told()], trained([alone]), whole, lambda: alone(x, t).square().mean(1))
+        results["sharded", rank] = derivative([model], parameters, direction, lambda: model(x, t).square().mean(1), step=ACROSS)
+        results["whole", rank] = derivative([alone := told()], trained([alone]), whole, lambda: alone(x, t).square().mean(1), step=ACROSS)
         results["restored", rank] = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
     finally:
         dist.destroy_process_group()

@@ -24,7 +24,7 @@ from torch import Tensor
 from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call
 from noiseclock.core.checks import resolve, take_finite
-from noiseclock.core.directions import CHECKED, derivative, gradients, scaled
+from noiseclock.core.directions import ALONG, CHECKED, derivative, gradients, scaled
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.optimizers import trained
 from noiseclock.core.priced import Priced, evenly
@@ -64,7 +64,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     direction = scaled([part.clone() for part in gradient], power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
-    slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced), checked=number == CHECKED)
+    slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced), step=ALONG, checked=number == CHECKED)
     return time, slope.to(weight.dtype) * weight
 
 

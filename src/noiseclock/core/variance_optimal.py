@@ -19,7 +19,7 @@ from torch import Tensor
 
 from noiseclock.core import ranks
 from noiseclock.core.checks import take_finite, take_whole
-from noiseclock.core.directions import CHECKED, derivative, normal
+from noiseclock.core.directions import ACROSS, CHECKED, derivative, normal
 from noiseclock.core.optimizers import trained
 from noiseclock.core.priced import Priced, evenly
 from noiseclock.core.probes import Probe
@@ -61,7 +61,7 @@ class VarianceOptimal(Priced):
         time = evenly(len(rows) * ranks.count(), number, device)[ranks.mine() :: ranks.count()]
         parameters = trained(probe.modules, probe.optimizers)
         direction = normal(parameters, self._metric(probe), probe.seed)
-        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, rows), checked=number == CHECKED)
+        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, rows), step=ACROSS, checked=number == CHECKED)
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
 
