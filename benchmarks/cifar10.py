@@ -62,6 +62,7 @@ class Part:
 
 
 LINEAR, COSINE, QUADRATIC = "cifar10-sprint-20k", "cifar10-sprint-cosine", "cifar10-sprint-quadratic"
+AGAIN = "cifar10-sprint-again"  # linear; apart, because results that are complete are not replaced
 BRIEF = {"updates": 20_000, "warmup": 500, "ema": 0.999}
 SMALL = {**BRIEF, "channels": 64, "batch": 128}
 OTHERS = ("gradient-variance", "loss-history", "adaptive.paper+min-snr", "speed", "change-aware")
@@ -95,13 +96,15 @@ QUEUE = [  # in the order of what they decide
     # what else was proposed
     Part(LINEAR, PAPERS),
     Part(LINEAR, OTHERS),
-    # the adaptive sampler again, longer: its policy could not move back from its bounds (docs/log.md, 2026-11-19)
+    # VarianceOptimal again, the step of whose probes was too small for TF32 (docs/log.md, 2026-11-19), with other solvers on the linear schedule
+    Part(AGAIN, ("variance-optimal", "uniform"), every=10_000, solvers=solvers.SOLVERS),
+    Part(AGAIN, ("variance-optimal",), seeds=(1, 2), every=10_000),
+    # the adaptive sampler again, longer: its policy could not move back from its bounds (there too)
     Part(LINEAR, ("adaptive.released",)),
+    Part(AGAIN, ("adaptive.paper", "speed+change-aware"), every=10_000, solvers=solvers.SOLVERS),
+    *(replace(part, methods=("adaptive.paper",)) for part in CONTINUOUS),
     # SpeeD as the adaptive paper compares with it
     Part(LINEAR, ("speed:variant=released+p2",)),
-    *(replace(part, methods=("adaptive.paper",)) for part in CONTINUOUS),
-    # other solvers on the linear schedule; as a comparison of its own it repeats these four trainings, and evaluates them at the end only
-    Part("cifar10-sprint-solvers", SOLVED, every=20_000, solvers=solvers.SOLVERS),
     Part(LINEAR, ("adaptive.scaled",), until=10_000),
     # longer, if there is time, and a third seed under min-SNR
     *(replace(part, methods=tuple(method for method in part.methods if method != "adaptive.paper")) for part in CONTINUOUS),
@@ -129,15 +132,20 @@ def reached(cell: Path) -> int:
     return max((json.loads(line)["step"] for line in path.read_text().splitlines()), default=0) if path.exists() else 0
 
 
-def work(queue: list[Part], folder: Path, results: Path, threads: int, device: str | None = None, end: float = math.inf, pace: float = 0.0) -> None:
-    """One job: take the first free training that ends in time, until none is left. end: of the machine, in time.time(); pace: seconds an update."""
+def work(
+    queue: list[Part], folder: Path, results: Path, threads: int, device: str | None = None, end: float = math.inf, pace: float = 0.0, jobs: int = 1
+) -> None:
+    """One of so many jobs: take the first free training that ends in time, until none is left.
+
+    end: of the machine, in time.time(). pace: seconds an update.
+    """
     torch.set_num_threads(threads)
     failed: set[str] = set()
-    while take(queue, folder, results, failed, device, (end - time.time()) / pace if pace else math.inf):
+    while take(queue, folder, results, failed, device, (end - time.time()) / pace if pace else math.inf, jobs):
         pass
 
 
-def take(queue: list[Part], folder: Path, results: Path, failed: set[str], device: str | None, within: float = math.inf) -> bool:
+def take(queue: list[Part], folder: Path, results: Path, failed: set[str], device: str | None, within: float = math.inf, jobs: int = 1) -> bool:
     """Run the first free training that needs no more updates than this; False if there is none."""
     for part, plan, cell in left(queue, folder, results):
         here = folder / part.name
@@ -150,7 +158,7 @@ def take(queue: list[Part], folder: Path, results: Path, failed: set[str], devic
                 compare.begin(plan, here, device)
                 told(part, cell, "begins")
                 with listening() as wish:
-                    for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until):
+                    for event in compare.run(plan, cell, here / "cells" / cell.slug, device, part.until, jobs):
                         if event.point is not None:
                             numbers = [name for name in ("step", "validation", "bits", "frechet") if name in event.point]
                             told(part, cell, *(f"{name} {event.point[name]:.5g}" for name in numbers))
@@ -166,12 +174,24 @@ def take(queue: list[Part], folder: Path, results: Path, failed: set[str], devic
 
 
 def collect(queue: list[Part], folder: Path, results: Path) -> None:
-    """Add this folder's evaluations and logs to the results; if both have a training, the one that got further stays."""
+    """Add this folder's evaluations and logs to the results; if both have a training, the one that got further stays, with the other's solvers."""
     begun = {part.name: part for part in queue if any(map(reached, (folder / part.name / "cells").glob("*")))}
     for name, part in begun.items():
         with tempfile.TemporaryDirectory() as measured:
             shutil.copytree(folder / name, measured, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINED))
-            print(f"{compare.merge(part.plan(), results / name, [measured])} trainings copied into {results / name}")
+            copied = compare.merge(part.plan(), results / name, [measured])
+        print(f"{copied} trainings copied into {results / name}, and the solvers of {solved(folder / name, results / name)} that it had")
+
+
+def solved(here: Path, results: Path) -> int:
+    """Copy what was measured with other solvers to trainings of the results that got as far and lack it, which merging leaves as they are."""
+    found = 0
+    for path in (here / "cells").glob("*/solvers.jsonl"):
+        target = results / "cells" / path.parent.name
+        if reached(target) == reached(path.parent) and not (target / path.name).exists():
+            shutil.copy(path, target)
+            found += 1
+    return found
 
 
 def told(part: Part, cell: compare.Cell, *words: str) -> None:
@@ -201,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     end, machine = time.monotonic() + 60 * args.minutes, time.time() + 60 * args.left
     context = multiprocessing.get_context("spawn")
     threads = max((os.cpu_count() or 1) // args.jobs, 1)
-    job = (QUEUE, args.folder, args.results, threads, None, machine, args.pace)
+    job = (QUEUE, args.folder, args.results, threads, None, machine, args.pace, args.jobs)
     jobs = [context.Process(target=work, args=job) for _ in range(args.jobs)]
     for process in jobs:
         process.start()

@@ -94,7 +94,7 @@ def write(
                 left = math.exp(-rate * faster.get(method, 1.0) * step / updates)
                 point = {name: _value(name, level, left, math.exp(common + noise * random.normal())) for name in metrics}
                 made_by = {"samples": 1000, "solver": "ddim", "solver_steps": 50}
-                names = {"frechet_name": "Fréchet distance (digits classifier)", "kernel_name": "kernel distance (digits classifier)"}
+                names = {"frechet_name": "Fréchet distance (digits classifier)"}
                 useful = {"utility_time": TIMES.tolist(), "utility": (1e-4 * level * (1 - 2 * TIMES)).tolist()} if step == updates else {}
                 points.write({**place, "images": step * batch, **point, **made_by, **names, **useful})
                 loss = point.get("validation", 0.08 * level)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import scipy.stats
 import torch
 
 import noiseclock.lab.compare as lab_compare
+from noiseclock.core import directions
 from noiseclock.lab.compare import Plan, compare
 from noiseclock.lab.folder import lock, plain
 from noiseclock.lab.recipes import completed
@@ -81,6 +83,21 @@ def test_generate_measures_every_batch(tmp_path, capsys):
     assert [cost["batch"] for cost in costs] == [2, 4]
     assert all(cost["samples_a_second"] == pytest.approx(4 / cost["seconds"]) for cost in costs)
     assert "4 samples in 2 DDIM steps" in capsys.readouterr().out
+
+
+def test_a_probe_across_many_parameters_needs_a_larger_step_than_one_along_a_gradient(tmp_path, capsys):
+    """With the step of a gradient's direction, prices on a GPU, whose convolutions are in TF32, were mostly rounding errors."""
+    out = tmp_path / "derivative.json"
+    steps = [directions.ALONG, directions.ACROSS]
+    words = f"--updates 10 --probes 2 --precisions fp32 tf32 --steps {steps[0]} {steps[1]} --device cpu"
+    runpy.run_path(str(ROOT / "derivative.py"))["main"]([*words.split(), "--out", str(out)])
+    found = json.loads(out.read_text())
+    errors = {(row["precision"], row["step"]): row["error"] for row in found["rows"]}
+    assert found["setup"]["parameters"] == 176849
+    # measured: 0.19 and 0.01 in float32, 1.05 and 0.03 in TF32; a square that is wrong by 10 % needs an error of 0.3
+    assert errors["fp32", steps[1]] < 0.02 < 0.1 < errors["fp32", steps[0]]
+    assert errors["tf32", steps[1]] < 0.1 < 0.5 < errors["tf32", steps[0]]
+    assert "10 updates  tf32  step 0.05    error 0.0" in capsys.readouterr().out
 
 
 def test_signals_are_described_by_their_bins(tmp_path, capsys):
@@ -172,6 +189,16 @@ def test_the_queue_begins_what_can_end_on_this_machine(queue, tmp_path):
     assert len(list((tmp_path / "short" / "cells").iterdir())) == 1
 
 
+def test_a_training_of_the_queue_that_diverges_is_recorded_and_the_others_go_on(queue, tmp_path, capsys):
+    part = queue["Part"]("a", ("uniform",), (0,), (1e30, 0.001), 4, "digits", {**SMALL, "warmup": 1, "patience": 1}, 2, 0)
+    queue["work"]([part], tmp_path, tmp_path / "known", 1, "cpu", jobs=3)
+    good, bad = read(tmp_path / "a").cells
+    assert (good.finished, good.failed, bad.finished) == (True, "", False)
+    assert (good.jobs, bad.jobs) == (3, 3)
+    assert bad.failed.startswith("the loss or its gradient was not finite for 1 updates in a row")
+    assert bad.failed in capsys.readouterr().out
+
+
 def test_a_job_that_is_ended_in_the_last_evaluation_of_a_training_begins_no_other(queue, tmp_path, monkeypatch):
     evaluate, part = lab_compare.evaluate, queue["Part"]("a", ("uniform", "min-snr"), (0,), (0.001,), 4, "digits", SMALL, 2, 0)
 
@@ -199,6 +226,27 @@ def test_what_the_queue_has_trained_is_solved_in_other_ways_too(queue, tmp_path)
     queue["collect"]([part], here, known)
     (cell,) = (known / "a" / "cells").iterdir()
     assert [(row["solver"], row["samples"]) for row in solvers.known(cell)] == [("ddim", 8), ("dpm++", 8)]
+
+
+def test_solvers_of_a_training_that_the_results_have_already_are_added_to_it(queue, tmp_path):
+    import solvers
+
+    part = queue["Part"]("a", ("uniform",), (0,), (0.001,), 2, "digits", {**SMALL, "updates": 2}, 2, 0)
+    here, known, again = tmp_path / "here", tmp_path / "known", replace(part, solvers=("ddim:2:8",))
+    queue["work"]([part], here, known, 1, "cpu")
+    queue["collect"]([part], here, known)
+    (cell,) = (known / "a" / "cells").iterdir()
+    before = (cell / "points.jsonl").read_bytes()
+    queue["work"]([again], here, known, 1, "cpu")
+    queue["collect"]([again], here, known)
+    assert ([row["solver"] for row in solvers.known(cell)], (cell / "points.jsonl").read_bytes()) == (["ddim"], before)
+    shutil.rmtree(here)
+    assert list(queue["left"]([again], here, known)) == []  # on the next machine
+    (cell / "points.jsonl").write_text('{"step": 4}\n')  # further than the machine got, whose measurements are of another model then
+    (cell / "solvers.jsonl").unlink()
+    queue["work"]([again], here, tmp_path / "others", 1, "cpu")
+    assert queue["solved"](here / "a", known / "a") == 0
+    assert not (cell / "solvers.jsonl").exists()
 
 
 def test_the_solver_of_the_last_evaluation_is_not_measured_again(queue, tmp_path):

@@ -99,6 +99,7 @@ MISTAKES = {
     "train digits --data folder:nowhere": "noiseclock: there is no folder nowhere; ",
     "train digits --device tpu": "noiseclock: unknown device 'tpu'; known: cpu, cuda\n",
     "train digits --attention 5 --dry-run": "noiseclock: attention at height 5 never happens; this U-Net works at heights 8, 4\n",
+    "sample run --device cpu:x": "noiseclock: unknown device 'cpu:x'; known: cpu, cuda\n",
     "train digits --track nothing": "noiseclock: the tracker 'nothing' is not installed",
     "sample": "FOLDER",
     "sample nowhere": "noiseclock: nowhere holds no checkpoint; give the folder of a training that has saved one\n",
@@ -119,6 +120,13 @@ def test_a_mistake_is_named_and_ends_with_2(capsys, tmp_path, command, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_named(capsys):
     assert said(capsys, "train", "digits", "--device", "cuda", status=2).endswith("leave --device out, or say --device cpu\n")
+
+
+def test_a_gpu_with_too_great_a_number_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    told = said(capsys, "sample", "run", "--device", "cuda:2", status=2)
+    assert told == "noiseclock: there is no cuda:2 here, where CUDA devices end with cuda:1; leave --device out, or name one of them\n"
 
 
 def test_a_failure_ends_with_1_and_ctrl_c_with_130(capsys, monkeypatch):
@@ -189,8 +197,9 @@ def test_training_reports_and_goes_on(capsys, tmp_path):
     assert re.fullmatch(r"3 updates, 48 images, \d\.\d minutes of training", shown[3])
     assert shown[4:] == [f"{run} holds checkpoints, samples and log.jsonl", f"next: noiseclock evaluate {run}"]
     before = content(run)
-    again = said(capsys, *words(replace(TINY, updates=3), run))
-    assert again == f"{run} has already made its 3 updates; give --updates a larger number to go on\n"
+    for asked in (3, 2):
+        again = said(capsys, *words(replace(TINY, updates=asked), run))
+        assert again == f"{run} has already made 3 updates; give --updates a larger number to go on\n"
     assert content(run) == before
     assert "update 5 of 5" in said(capsys, *words(replace(TINY, updates=5), run))
     refused = said(capsys, *words(replace(TINY, updates=5, lr=0.5), run), status=2)

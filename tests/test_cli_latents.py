@@ -24,7 +24,8 @@ def test_from_pictures_to_samples_of_latents(capsys, tmp_path, monkeypatch):
     assert re.fullmatch(rf"update 4 of 8: L1 {number}, KL {number}, held-out PSNR {number} dB", shown[3])
     assert re.fullmatch(rf"coder: an AutoencoderKL after 8 updates in 0\.\d minutes, held-out PSNR {number} dB", shown[-2])
     assert shown[-1] == "next: noiseclock encode digits --autoencoder coder --out LATENTS"
-    assert said(capsys, *AUTOENCODER.split(), "--updates", "8").startswith("coder has already made its 8 updates; give --updates a larger number")
+    for asked in ("8", "4"):
+        assert said(capsys, *AUTOENCODER.split(), "--updates", asked).startswith("coder has already made 8 updates; give --updates a larger number")
     assert "update 12 of 12" in said(capsys, *AUTOENCODER.split(), "--updates", "12")
 
     assert said(capsys, *ENCODE.split()).splitlines() == [

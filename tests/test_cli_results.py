@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import made_up_results
 import noiseclock.lab.compare as lab_compare
 from forked import Forked
 from noiseclock import cli, cli_results
@@ -73,7 +74,9 @@ def test_a_finished_comparison_is_only_shown_again(done, capsys, monkeypatch):
     before = content(folder / "cells")
     assert said(capsys, *comparison(folder, *SAMPLERS)) == "\n" + table_of(shown)
     # fewer of its methods and seeds ask for nothing new either, and forget nothing
-    assert said(capsys, *comparison(folder, "--samplers", "min-snr", "--seeds", "1")) == "\n" + table_of(shown)
+    again = said(capsys, *comparison(folder, "--samplers", "min-snr", "--seeds", "1"))
+    other = f"noiseclock report {folder} --methods min-snr uniform --out FILE"  # the first is the baseline of a new folder only
+    assert again == f"{folder} has the baseline uniform; to compare with min-snr: {other}\n\n" + table_of(shown)
     monkeypatch.setattr(cli.console, "_width", 60)
     *table, answer, report, end = said(capsys, *comparison(folder, *SAMPLERS)).split("\n")
     assert max(map(len, table)) <= 60  # the columns that tell least are left out
@@ -253,6 +256,17 @@ def test_another_comparison_in_the_folder_is_told_by_what_differs(done, capsys):
     assert content(folder) == before
 
 
+def test_a_comparison_and_a_training_do_not_share_a_folder(done, capsys, tmp_path):
+    compared, run = shutil.copytree(done[0], tmp_path / "compared"), tmp_path / "run"
+    trained(replace(TINY, updates=1), run)
+    before = content(run), content(compared)
+    assert said(capsys, *comparison(run), status=2) == f"noiseclock: {run} holds a training; choose another folder for a comparison\n"
+    for training in ("train", "train-autoencoder"):
+        told = said(capsys, training, "digits", "--out", str(compared), "--device", "cpu", status=2)
+        assert told == f"noiseclock: {compared} holds a comparison; choose another folder for a training\n"
+    assert (content(run), content(compared)) == before
+
+
 def test_another_comparison_is_not_merged(done, capsys, tmp_path):
     folder, _ = done
     begin(replace(SMALL, base=replace(BASE, dropout=0.1)), tmp_path / "other", "cpu")
@@ -357,23 +371,36 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("argv", SETTINGS, ids=lambda argv: " ".join(argv[:3]))
-def test_the_command_in_the_report_makes_the_same_plan(capsys, monkeypatch, argv):
-    plans = []
+@pytest.fixture
+def plans(monkeypatch):
+    """What would have been compared, instead of comparing it."""
+    found = []
 
     def planned(plan, folder, jobs, **_):
-        plans.append(plan)
+        found.append(plan)
         begin(plan, folder, "cpu")
         return iter(())
 
     monkeypatch.setattr(lab_compare, "by_workers", planned)
     monkeypatch.setattr(lab_compare, "network_for", lambda data: None)  # Inception's weights, which need not be here
+    return found
+
+
+@pytest.mark.parametrize("argv", SETTINGS, ids=lambda argv: " ".join(argv[:3]))
+def test_the_command_in_the_report_makes_the_same_plan(capsys, plans, argv):
     said(capsys, "compare", *argv, "--device", "cpu", "--out", "first")
     program, *again = shlex.split(command(read("first")))
     assert program == "noiseclock"
     said(capsys, *again, "--device", "cpu", "--out", "second")
     assert plans[0] == plans[1]
     assert plans[0].base != recipe(argv[0]) or plans[0].lrs != (recipe(argv[0]).lr,)
+
+
+@pytest.mark.parametrize("seeds", [(0, 2), (1,)], ids=str)
+def test_the_command_in_a_report_on_some_seeds_trains_these(capsys, plans, tmp_path, seeds):
+    folder = made_up_results.write(tmp_path / "made", ["uniform"], (0, 1, 2), every=500, pictures=False)
+    said(capsys, *shlex.split(command(read(folder, seeds=seeds)))[1:], "--device", "cpu", "--out", "again")
+    assert set(seeds) <= set(plans[0].seeds)
 
 
 # --- report, analyze, watch ---------------------------------------------------------------------------------------------------------------

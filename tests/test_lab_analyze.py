@@ -340,10 +340,10 @@ def test_an_analysis_that_is_done_is_only_drawn_again(whole, monkeypatch):
 def test_another_analysis_is_refused(whole, tmp_path):
     folder, _, _, _ = whole
     recipe = replace(SMALL, steps=20, solver_steps=4)
-    with pytest.raises(Mistake, match=r"holds another analysis(.|\n)*lr: 0.5 here, 0.001 in the checkpoint"):
+    with pytest.raises(Mistake, match=r"holds another analysis(.|\n)*lr: 0.5 here, 0.001 in analysis.json"):
         analyze.run("small", replace(recipe, lr=0.5), folder, plan=TINY, device="cpu")
-    with pytest.raises(Mistake, match="bins: 3 here, 2"):
-        analyze.run("small", recipe, folder, plan=replace(TINY, bins=3), device="cpu")
+    with pytest.raises(Mistake, match=r"bins: 3 here, 2(.|\n)*updates: 7 here, "):
+        analyze.run("small", recipe, folder, plan=replace(TINY, bins=3, updates=7), device="cpu")
     (tmp_path / "analysis.json").write_text("{")
     with pytest.raises(Mistake, match="is damaged"):
         analyze.run("small", recipe, tmp_path, plan=TINY, device="cpu")
@@ -356,7 +356,8 @@ def test_a_checkpoint_is_analysed_without_training(tmp_path, monkeypatch):
         pass
     monkeypatch.setattr(analyze, "train", lambda *_, **__: pytest.fail("trained"))
     monkeypatch.setattr(analyze_figures, "draw", lambda name, data, path: path)
-    written = analyze.run("other", SMALL, tmp_path / "out", tmp_path / "run", plan=replace(TINY, methods=("uniform", "adaptive")), device="cpu")
+    two = replace(TINY, methods=("uniform", "adaptive"))
+    written = analyze.run("other", SMALL, tmp_path / "out", tmp_path / "run", plan=two, device="cpu")
     assert [path.name for path in written] == ["gradients.png", "interdependence.png", "utility.png", "densities.png", "areas.png"]
     densities = read(tmp_path / "out", "densities")["densities"]
     mine = "this training: loss-ema, min-snr"
@@ -364,6 +365,10 @@ def test_a_checkpoint_is_analysed_without_training(tmp_path, monkeypatch):
     (found,) = read(tmp_path / "out", "gradients")["profiles"]
     assert (found.step, found.weighting) == (2, "constant")
     assert (found.variance > 0).all()
+    # what it logs and saves on the way changes nothing of what is measured
+    for _ in train(replace(recipe, validate_every=2, log_every=0, save_every=1, track=("tensorboard",)), tmp_path / "again", device="cpu"):
+        pass
+    assert analyze.run("other", SMALL, tmp_path / "out", tmp_path / "again", plan=two, device="cpu") == written
     with pytest.raises(Mistake, match="holds no checkpoint"):
         analyze.run("other", SMALL, tmp_path / "out", tmp_path, device="cpu")
 

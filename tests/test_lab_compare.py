@@ -23,6 +23,7 @@ from noiseclock.lab.folder import Busy, Log, lock
 from noiseclock.lab.methods import applied
 from noiseclock.lab.recipes import Recipe
 from noiseclock.lab.results import read
+from noiseclock.lab.statistics import table
 from noiseclock.lab.train import train
 from small_runs import TINY, content, differing, points, state_of
 
@@ -339,6 +340,23 @@ def test_a_training_that_changes_machines_has_the_times_of_none(tmp_path, monkey
     assert seen == [("first", True), ("first", True), ("first, then second", False), ("first, then second", False)]
 
 
+def test_a_training_that_had_company_for_a_while_has_the_times_of_a_shared_machine(tmp_path):
+    small, notes = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,)), []
+    for jobs, until in ((1, 2), (3, None), (1, None)):
+        list(compare(small, tmp_path, device="cpu", until=until, jobs=jobs))
+        results = read(tmp_path)
+        notes.append([note for note in table(results, "validation").notes if "beside each other" in note])
+    assert [len(found) for found in notes] == [0, 1, 1]
+    (tmp_path / "costs.json").write_text('{"milliseconds": {"uniform": 10}}')  # timed alone
+    assert not any("beside each other" in note for note in table(read(tmp_path), "validation").notes)
+    (tmp_path / "costs.json").unlink()
+    path = next((tmp_path / "cells").glob("*/cell.json"))
+    for jobs in (None, "many", -3, True, 1e300):  # damaged, or of an earlier version
+        about = json.loads(path.read_text())
+        path.write_text(json.dumps({**about, "made with": {**about["made with"], "jobs": jobs}}))
+        assert not any("beside each other" in note for note in table(read(tmp_path), "validation").notes)
+
+
 def test_a_training_that_goes_on_is_not_replaced(tmp_path):
     """It would save its next checkpoint beside those that came further, and remove them as left by a run before it."""
     small = plan(samples=0, vlb_images=0, methods=("uniform",), seeds=(0,))
@@ -384,7 +402,10 @@ def test_workers_share_the_cores_that_they_may_use(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     finished(by_workers(plan(samples=0, vlb_images=0, methods=("uniform",)), tmp_path, 2, device="cpu"))
-    assert {cell.made_with["machine"].rpartition(", ")[2] for cell in read(tmp_path).cells} == {"1 thread"}
+    results = read(tmp_path)
+    assert {cell.made_with["machine"].rpartition(", ")[2] for cell in results.cells} == {"1 thread"}
+    assert {cell.made_with["jobs"] for cell in results.cells} == {2}
+    assert "Up to 2 trainings ran beside each other, so times are those of a shared machine." in table(results, "validation").notes
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

@@ -337,6 +337,10 @@ def test_distances_from_other_numbers_of_samples_are_not_compared():
     uniform = [training("uniform", s, [10.0 + s]) for s in range(3)]
     more = [training("m", s, [8.0 + s * 1.1], samples=5000) for s in range(3)]
     assert verdicts(compared(uniform + more))["m"] == "cannot tell (samples of different number or kind)"
+    shares = [training(m, s, [0.1 * s + v], metric="precision") for m, v in (("uniform", 0.3), ("m", 0.5)) for s in range(3)]
+    for cell in shares:  # seen by another network, which is named once, for all that are of samples
+        cell.points[0]["frechet_name"] = cell.method
+    assert verdicts(compared(shares), "precision")["m"] == "cannot tell (samples of different number or kind)"
     plain = [
         training(m, s, [v + s * f], metric="validation", samples=k)
         for m, v, f, k in (("uniform", 10, 1, 1000), ("m", 8, 1.1, 5000))
@@ -423,6 +427,13 @@ def test_the_answer_tells_who_was_better_by_how_much_and_how_sure_that_is():
     )
 
 
+def test_the_answer_names_the_data_where_they_are_not_the_recipe_s():
+    cells = [training(method, 0, [value]) for method, value in (("uniform", 10.0), ("m", 1.0))]
+    settings = {"data": "folder:my pictures", "batch": 8}
+    assert answer(compared(cells, settings=settings, changed=["batch", "data"])).startswith("On folder:my pictures, after 100 updates, ")
+    assert answer(compared(cells, settings=settings, changed=["batch"])).startswith("On made up, after 100 updates, ")
+
+
 def test_the_answer_counts_the_seeds_of_what_it_tells():
     """Not those of another method, and values of these seeds alone."""
     values = {"uniform": [10.0, 12.0, 20.0], "good": [5.0, 7.1], "same": [10.1, 11.8, 20.1]}
@@ -469,7 +480,9 @@ def test_the_answer_to_nothing():
     nothing = "There is nothing to compare: "
     assert answer(Results({}, [], [])) == nothing + "no training has been evaluated."
     assert answer(compared([training("uniform", 0, [])])) == nothing + "no training has been evaluated."
-    assert answer(finals({"uniform": [1.0, 2.0]})) == nothing + "uniform is the only method."
+    alone = [training("uniform", seed, [1.0]) for seed in (0, 1)]
+    assert answer(compared(alone, methods=["uniform"])) == nothing + "uniform is the only method."
+    assert answer(compared(alone, methods=["uniform", "m"])) == nothing + "uniform is the only method trained so far."
     assert "nothing can be told: m (not measured)" in answer(compared([training("uniform", 0, [1.0, None]), training("m", 0, [None, 1.0])]))
 
 
@@ -483,7 +496,7 @@ def test_the_answer_is_of_the_first_metric_that_can_be_compared():
 def test_names_are_those_of_the_evaluations(tmp_path):
     results = read(made_up_results.write(tmp_path, ["uniform"], [0], updates=250, pictures=False))
     assert title(results, "frechet") == "Fréchet distance (digits classifier)"
-    assert title(results, "kernel") == "kernel distance (digits classifier)"
+    assert title(results, "kernel") == "kernel distance"
     inception = Results({}, [Cell("uniform", 1e-3, 0, points=[{"step": 1, "frechet_name": "FID"}])], [])
     assert (title(inception, "frechet"), title(inception, "kernel")) == ("FID", "KID")
     assert [title(Results({}, [], []), metric) for metric in METRICS] == [

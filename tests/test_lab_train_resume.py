@@ -7,7 +7,8 @@ import pytest
 
 import noiseclock.lab.train as lab_train
 import noiseclock.lab.validation as lab_validation
-from noiseclock.lab import checkpoint
+from noiseclock.lab import checkpoint, pictures
+from noiseclock.lab.data import load
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.recipes import FREE, Recipe
 from noiseclock.lab.train import train
@@ -127,6 +128,22 @@ def test_a_setting_that_only_the_other_version_knows_is_a_difference(tmp_path):
     checkpoint.save(tmp_path, 2, state)
     with pytest.raises(Mistake, match="wings: absent here, 2 in the checkpoint"):
         trained(replace(TINY, updates=4), tmp_path)
+
+
+def test_another_number_of_pictures_is_refused(tmp_path):
+    digits, folder, run = load("digits").pixels, tmp_path / "pictures", tmp_path / "run"
+    settings = replace(TINY, data=f"folder:{folder}")
+    pictures.save(digits[:40], folder)
+    trained(settings, run, stop=2)
+    pictures.save(digits[40:80], folder / "more")
+    before, now = content(run), len(load(settings.data))
+    with pytest.raises(Mistake, match=rf"pictures train has {now} images, and had \d+ when this training began; make them as they were, or choose"):
+        trained(settings, run)
+    assert content(run) == before
+    _, state = checkpoint.load(run)
+    del state["data"]["count"]  # as in checkpoints of earlier versions
+    checkpoint.save(run, 2, state)
+    assert trained(settings, run)[0].step == 3
 
 
 def test_what_may_change_between_runs_is_what_does_not_change_the_training():

@@ -269,11 +269,18 @@ def _followed(updates: Iterable[Record], recipe: Recipe) -> Record | None:
 
 def _report_training(last: Record | None, recipe: Recipe, folder: Path) -> None:
     if last is None:
-        console.print(f"{folder} has already made its {recipe.updates:,} updates; give --updates a larger number to go on")
+        console.print(already(folder))
         return
     console.print(f"{last.step:,} updates, {last.images:,} images, {last.seconds / 60:.1f} minutes of training")
     console.print(f"{folder} holds checkpoints, samples and log.jsonl")
     console.print(f"next: noiseclock evaluate {folder}")
+
+
+def already(folder: Path) -> str:
+    """What is said of a training that has made all updates, or more, that were asked for."""
+    from noiseclock.lab import checkpoint
+
+    return f"{folder} has already made {max(checkpoint.steps(folder)):,} updates; give --updates a larger number to go on"
 
 
 def sample(argv: list[str]) -> int:
@@ -435,10 +442,16 @@ def _check_device(name: str | None) -> str:
     import torch
 
     found = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if found.partition(":")[0] not in ("cpu", "cuda"):
+    try:
+        device = torch.device(found)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise Mistake(f"unknown device {found!r}; known: cpu, cuda")
-    if found.startswith("cuda") and not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise Mistake("there is no CUDA device here; leave --device out, or say --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise Mistake(f"there is no {found} here, where CUDA devices end with cuda:{count - 1}; leave --device out, or name one of them")
     return found
 
 

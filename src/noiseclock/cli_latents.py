@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from noiseclock.cli import _bar as bar, _check_device as check_device, _parsed as parsed, console
+from noiseclock.cli import _bar as bar, _check_device as check_device, _parsed as parsed, already, console
 from noiseclock.lab.autoencoder_settings import Settings
 
 PICTURES = "digits, mnist, cifar10, folder:PATH, hf:NAME_OR_PATH or captions:PATH"
@@ -69,7 +69,7 @@ def train_autoencoder(argv: list[str]) -> int:
             elif not console.is_terminal and last.step % lines == 0:
                 console.print(f"update {last.step:,} of {options.updates:,}: L1 {last.l1:.4f}, KL {last.kl:.3g}")
     if last is None:
-        console.print(f"{folder} has already made its {options.updates:,} updates; give --updates a larger number to go on")
+        console.print(already(folder))
     else:
         console.print(f"{folder}: an AutoencoderKL after {last.step:,} updates in {last.seconds / 60:.1f} minutes, held-out PSNR {found:.2f} dB")
     same = ("" if options.size is None else f" --size {options.size}") + (" --flip" if options.flip else "")  # as in training

@@ -88,7 +88,7 @@ class Watch:
 def compare(argv: list[str]) -> int:
     """`noiseclock compare`."""
     options, rest = tyro.cli(Compare, args=argv, prog="noiseclock compare", description=getdoc(Compare), return_unknown_args=True)
-    from noiseclock.lab.compare import by_workers, merge
+    from noiseclock.lab.compare import baseline, by_workers, merge
     from noiseclock.lab.recipes import Recipe, recipe
 
     base = parsed(Recipe, rest, f"noiseclock compare {options.recipe}", default=recipe(options.recipe))
@@ -101,6 +101,9 @@ def compare(argv: list[str]) -> int:
     plan, part, device = _plan(options, base), _part(options.part), check_device(options.device)
     if options.merge:
         console.print(f"{merge(plan, folder, options.merge, until=options.until)} trainings copied into {folder}")
+    first = plan.methods[0]
+    if (known := baseline(plan, folder)) != first:
+        console.print(f"{folder} has the baseline {known}; to compare with {first}: noiseclock report {folder} --methods {first} {known} --out FILE")
     events = by_workers(plan, folder, options.jobs, part=part, device=device, until=options.until)
     useful = _followed(events, options.until or plan.base.updates, len(plan.cells()[part[0] :: part[1]]))
     _summary(folder, options.until)

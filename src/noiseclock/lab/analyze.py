@@ -36,7 +36,7 @@ from noiseclock.lab.data import batches, load
 from noiseclock.lab.errors import Mistake
 from noiseclock.lab.folder import difference, making, records, write_json
 from noiseclock.lab.methods import applied
-from noiseclock.lab.recipes import Recipe
+from noiseclock.lab.recipes import FREE, Recipe
 from noiseclock.lab.surroundings import surroundings
 from noiseclock.lab.train import train
 from noiseclock.lab.trained import Trained, opened
@@ -384,12 +384,17 @@ def _claim(folder: Path, name: str, recipe: Recipe, plan: Plan, step: int | None
     file = folder / "analysis.json"
     if file.exists():
         try:
-            theirs = json.loads(file.read_text())
-            flat = [{**part["settings"], **part["plan"], "recipe": part["recipe"], "checkpoint": part["checkpoint"]} for part in (config, theirs)]
+            both = _fixed(config), _fixed(json.loads(file.read_text()))
         except (KeyError, TypeError, ValueError) as error:
             raise Mistake(f"{file} is damaged; remove it, or choose another folder") from error
-        if changes := difference(*flat):
+        if changes := difference(*both, where=f"in {file.name}"):
             raise Mistake(f"{folder} holds another analysis; choose another folder, or make the settings alike:\n{changes}")
     with making(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_json(file, {**config, "made with": surroundings(torch.device(device), 1)})
+
+
+def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for two analyses to share a folder, as one flat mapping."""
+    settings = {name: config["settings"][name] for name in config["settings"] if name not in FREE}
+    return {**settings, **config["plan"], "recipe": config["recipe"], "checkpoint": config["checkpoint"]}

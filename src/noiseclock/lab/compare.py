@@ -37,7 +37,7 @@ from noiseclock.lab.built import sampled, told_held_out
 from noiseclock.lab.data import cpus, head, load, load_images, pictured
 from noiseclock.lab.errors import Failure, Mistake
 from noiseclock.lab.evaluate import bits_per_dim, compare_images, network_for
-from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, refuse_encoded, write_json
+from noiseclock.lab.folder import Busy, Log, difference, lock, making, plain, records, refuse_encoded, refuse_training, write_json
 from noiseclock.lab.interrupt import listening
 from noiseclock.lab.latents import Latents
 from noiseclock.lab.methods import applied, values
@@ -142,12 +142,13 @@ class Event(NamedTuple):
 
 
 def compare(
-    plan: Plan, folder: str | Path, *, part: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None
+    plan: Plan, folder: str | Path, *, part: tuple[int, int] = (0, 1), device: str | None = None, until: int | None = None, jobs: int = 1
 ) -> Iterator[Event]:
     """Run every cell that is not finished and that no other process is running; yields an Event for all that happens.
 
     part: (i, n) takes every n-th cell only, for machines that share no disk; `merge` joins their folders afterwards. until: stop each cell after
-    the evaluation at that update. To continue the promising methods, call it again with these, without `until` or with a later one.
+    the evaluation at that update. To continue the promising methods, call it again with these, without `until` or with a later one. jobs: how many
+    such processes share this machine, for the record.
     """
     folder, until = Path(folder), _until(plan, until)
     begin(plan, folder, device)
@@ -155,12 +156,10 @@ def compare(
         for cell in plan.cells()[part[0] :: part[1]]:
             try:
                 with lock(folder / "locks" / cell.slug):
-                    yield from run(plan, cell, folder / "cells" / cell.slug, device, until)
+                    yield from run(plan, cell, folder / "cells" / cell.slug, device, until, jobs)
             except Busy:
                 continue
-            except Failure as error:  # a diverged method is a result too, which the report names, and the other cells continue
-                with suppress(Failure):  # on a full disk
-                    write_json(folder / "cells" / cell.slug / "failed.json", {"why": str(error)})
+            except Failure as error:  # the other cells continue
                 yield Event(cell, failure=str(error))
             wish.grant()
 
@@ -184,7 +183,7 @@ def by_workers(
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
     threads = max(cpus() // jobs, 1)
-    workers = [context.Process(target=_work, args=(events, threads, plan, folder, part, device, until)) for _ in range(jobs)]
+    workers = [context.Process(target=_work, args=(events, threads, plan, folder, part, device, until, jobs)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     with ExitStack() as stack:
@@ -219,12 +218,12 @@ def _end(workers: Sequence[Any]) -> None:
         worker.join()
 
 
-def _work(events: Any, threads: int, plan: Plan, folder: Path, part: tuple[int, int], device: str | None, until: int | None) -> None:
+def _work(events: Any, threads: int, plan: Plan, folder: Path, part: tuple[int, int], device: str | None, until: int | None, jobs: int) -> None:
     torch.set_num_threads(threads)
     threading.Thread(target=_outlived, daemon=True).start()
     warnings.showwarning = lambda message, *_: events.put(UserWarning(str(message)))  # only the parent process writes to the terminal
     try:
-        for event in compare(plan, folder, part=part, device=device, until=until):
+        for event in compare(plan, folder, part=part, device=device, until=until, jobs=jobs):
             events.put(event)
         events.put(None)
     except (Mistake, Failure) as error:
@@ -275,9 +274,15 @@ def check(plan: Plan, folder: Path) -> None:
     pictures = latents.source[0] if isinstance(latents, Latents) else plan.base.data
     refuse_among(plan.base.data, folder)
     refuse_encoded(folder)
+    refuse_training(folder)
     _joined(plan, folder)
     if plan.samples and pictures not in classifier.DATA:
         network_for(pictures)  # its weights may be missing; without this check, the first evaluation would notice, hours later
+
+
+def baseline(plan: Plan, folder: Path) -> str:
+    """What the others are compared with: the first method, in an existing folder that of its beginning."""
+    return str(_joined(plan, folder)["baseline"])
 
 
 def _joined(plan: Plan, folder: Path) -> dict[str, Any]:
@@ -294,19 +299,32 @@ def _union(known: list[Any], more: list[Any]) -> list[Any]:
     return known + [value for value in more if value not in known]
 
 
-def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) -> Iterator[Event]:
-    """Train one cell up to the update `until`, or resume it, and evaluate it every `plan.every` updates."""
+def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int, jobs: int = 1) -> Iterator[Event]:
+    """Train one cell up to the update `until`, or resume it, and evaluate it every `plan.every` updates. If it fails, failed.json says why.
+
+    jobs: how many trainings share this machine, for the record.
+    """
     if (folder / "finished.json").exists() or (until < plan.base.updates and until in _lines(folder / "points.jsonl")):
         yield Event(cell)
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
+    try:
+        yield from _run(plan, cell, folder, device, until, jobs)
+    except Failure as error:  # a diverged method is a result too, which the report names
+        with suppress(Failure):  # on a full disk
+            write_json(folder / "failed.json", {"why": str(error)})
+        raise
+
+
+def _run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int, jobs: int) -> Iterator[Event]:
     recipe, where = cell.recipe(plan), _where(device)
     good = checkpoint.newest(folder)  # `train` resumes from this, the newest undamaged checkpoint
     reached = int(good.name.rpartition("-")[2]) if good else 0
     record = None
     if reached < until or not (folder / "cell.json").exists():
-        write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": _made_with(folder, where, reached > 0)})
+        made = _made_with(folder, where, jobs, resumed=reached > 0)
+        write_json(folder / "cell.json", {**cell._asdict(), "settings": recipe.settings(), "made with": made})
     with Log(folder / "points.jsonl") as points:
         points.truncate_after(reached)
         due = reached > 0 and reached % plan.every == 0
@@ -326,13 +344,17 @@ def run(plan: Plan, cell: Cell, folder: Path, device: str | None, until: int) ->
     write_json(folder / "finished.json", {"step": plan.base.updates, "seconds": seconds})
 
 
-def _made_with(folder: Path, device: torch.device, resumed: bool) -> dict[str, Any]:
-    """The "made with" of a cell. If it is resumed on another machine or with other threads, both are named: its time is from both."""
-    made = surroundings(device, 1)
+def _made_with(folder: Path, device: torch.device, jobs: int, *, resumed: bool) -> dict[str, Any]:
+    """The "made with" of a cell. If it is resumed on another machine or with other threads, both are named, and of jobs the most: its time is from
+    both."""
+    made = {**surroundings(device, 1), "jobs": jobs}
     with suppress(OSError, ValueError, KeyError, TypeError):
-        before = str(json.loads((folder / "cell.json").read_bytes())["made with"]["machine"])
+        earlier = json.loads((folder / "cell.json").read_bytes())["made with"]
+        before = str(earlier["machine"])
         if resumed and not before.endswith(made["machine"]):
             made["machine"] = before + THEN + made["machine"]
+        if resumed:
+            made["jobs"] = max(jobs, earlier.get("jobs", 1))  # earlier versions did not record it
     return made
 
 

@@ -163,14 +163,14 @@ def load_images(name: str, *, split: str = "train", size: int | None = None) -> 
     return Images(f"{name} {split}", torch.from_numpy(np.require(pixels, requirements=["C", "W"])), torch.from_numpy(labels), classes=10)
 
 
-def outlined(data: Data) -> dict[str, Any] | None:
-    """What a checkpoint keeps of its data. Of images: name, shape and number of classes, which suffice to sample a model without them; None if they
-    have captions, which sampling needs. Of latents: what they mean."""
+def outlined(data: Data) -> dict[str, Any]:
+    """What a checkpoint keeps of its data: how many images there are. Of images also name, shape and number of classes, which suffice to sample a
+    model without them, unless they have captions, which sampling needs. Of latents: what they mean."""
     if isinstance(data, Latents):
-        return {"latents": data.meaning}
+        return {"count": len(data), "latents": data.meaning}
     if data.texts is not None:
-        return None
-    return {"name": data.name, "shape": list(data.shape), "classes": data.classes}
+        return {"count": len(data)}
+    return {"count": len(data), "name": data.name, "shape": list(data.shape), "classes": data.classes}
 
 
 def without_images(outline: Mapping[str, Any]) -> Images:
@@ -183,6 +183,16 @@ def refuse_other_latents(data: Data, outline: Mapping[str, Any]) -> None:
     known = outline.get("latents")
     if isinstance(data, Latents) and known is not None and (reason := data.unlike(known)):
         raise Mistake(f"{data.folder} is not what this training began with: {reason}; encode as before, or start a new training")
+
+
+def refuse_other_count(data: Data, outline: Mapping[str, Any]) -> None:
+    """Raise a Mistake if a training that goes on would see another number of images than before: their order would not be what it was."""
+    then = outline.get("count", len(data))  # earlier versions did not keep it
+    if then != len(data):
+        raise Mistake(
+            f"{data.name} has {len(data):,} images, and had {then:,} when this training began; make them as they were, or choose another folder for "
+            "a new training"
+        )
 
 
 def pictured(data: Data) -> Images | Files:

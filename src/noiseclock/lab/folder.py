@@ -93,6 +93,18 @@ def refuse_encoded(folder: Path) -> None:
         raise Mistake(f"{folder} holds latents or embedded captions; choose another folder")
 
 
+def refuse_comparison(folder: Path) -> None:
+    """Raise a Mistake if a training would begin in a comparison's folder. One that began there, in an earlier version, can go on."""
+    if (folder / "compare.json").exists() and not (folder / "config.json").exists():
+        raise Mistake(f"{folder} holds a comparison; choose another folder for a training")
+
+
+def refuse_training(folder: Path) -> None:
+    """Raise a Mistake if a comparison would begin in a training's folder. One that began there, in an earlier version, can go on."""
+    if (folder / "config.json").exists() and not (folder / "compare.json").exists():
+        raise Mistake(f"{folder} holds a training; choose another folder for a comparison")
+
+
 # --- JSON ---------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -116,7 +116,7 @@ def command(results: Results) -> str:
     seeds = config.get("seeds", results.seeds)
     options: dict[str, Sequence[Any]] = {
         "--samplers": config.get("methods", results.methods),
-        "--seeds": [len(seeds)] if seeds == list(range(len(seeds))) else seeds,
+        "--seeds": [max(seeds) + 1] if seeds else [],  # their number, which is all that the option takes
         "--lr": config.get("lrs", results.lrs),
         **{
             f"--{name.replace('_', '-')}": [config[name]] for name in ("every", "samples", "vlb_images", "until") if isinstance(config.get(name), int)

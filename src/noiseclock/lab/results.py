@@ -31,7 +31,7 @@ from noiseclock.lab.errors import choose
 VERSION = 1
 METRICS = ("frechet", "kernel", "validation", "bits", "precision", "recall")
 NUMBERS = (*METRICS, "images", "seconds", "samples", "solver_steps", "loss", "weighted", "norm", "lr", "skipped")
-WORDS = ("solver", "frechet_name", "kernel_name", "sampler")
+WORDS = ("solver", "frechet_name", "sampler")
 # pairs of lists of equal length, both present or neither; the first two pairs are in validations, the last in evaluations
 CURVES = (("time", "loss_by_time"), ("density_time", "density"), ("utility_time", "utility"))
 OF_THE_CELL = ("sampler", "weighting", "correct", "lr", "seed")  # settings in which cells of one comparison may differ
@@ -44,8 +44,8 @@ class Cell:
     """One training.
 
     points: evaluations. train, validations: the two kinds of records of its log. pictures: grids of samples by step. settings: its recipe.
-    made_with: versions and machine. timed: its times come from costs.json, not from its own log. failed: why it could not go on, if that was so.
-    Records are sorted by "step", an int.
+    made_with: versions, machine and number of jobs. timed: its times come from costs.json, not from its own log. failed: why it could not go on, if
+    that was so. Records are sorted by "step", an int.
     """
 
     method: str
@@ -67,6 +67,12 @@ class Cell:
         """Which training it is."""
         return self.method, self.lr, self.seed
 
+    @property
+    def jobs(self) -> int:
+        """How many trainings shared the machine, where that is known."""
+        jobs: Any = self.made_with.get("jobs")
+        return int(jobs) if _is_count(jobs) else 1
+
 
 @dataclass(frozen=True)
 class Results:
@@ -81,6 +87,12 @@ class Results:
         """The name of the recipe, or of the data where that is not known."""
         data = [cell.settings["data"] for cell in self.cells if isinstance(cell.settings.get("data"), str)]
         return str(self.config.get("recipe") or (data[0] if data else "an unknown recipe"))
+
+    @property
+    def subject(self) -> str:
+        """What was trained on, for a sentence: the recipe, or the data that took the place of the recipe's."""
+        data = self.config.get("settings", {}).get("data")
+        return str(data) if "data" in self.config.get("changed", []) and _is_text(data) else self.recipe
 
     @property
     def methods(self) -> list[str]:

@@ -240,11 +240,8 @@ def measured(results: Results) -> list[str]:
 
 def title(results: Results, metric: str) -> str:
     """A metric's name, as its evaluations call it: distances are FID and KID only for the Inception network."""
-
-    def said(name: str) -> str | None:
-        return next((str(point[name]) for cell in results.cells for point in cell.points if name in point), None)
-
-    return said(f"{metric}_name") or ("KID" if metric == "kernel" and said("frechet_name") == "FID" else NAMES[metric])
+    said = next((str(point["frechet_name"]) for cell in results.cells for point in cell.points if "frechet_name" in point), "")
+    return said if metric == "frechet" and said else "KID" if metric == "kernel" and said == "FID" else NAMES[metric]
 
 
 def table(results: Results, metric: str, *, own_lr: bool = False) -> Table:
@@ -339,7 +336,7 @@ class _Comparison:
     def _alike(self) -> bool:
         """Were all samples at the final step made and measured in the same way?"""
         points = [point for cells in self.cells.values() for cell in cells.values() for point in cell.points if point["step"] == self.final.step]
-        names = (f"{self.metric}_name", "samples", "solver", "solver_steps")
+        names = ("frechet_name", "samples", "solver", "solver_steps")
         ways = {tuple(point.get(name) for name in names) for point in points if self.metric in point}
         return self.metric not in OF_SAMPLES or len(ways) <= 1
 
@@ -363,6 +360,9 @@ class _Comparison:
             notes.append(f"Each method is at the best of {len(self.results.lrs)} learning rates, which flatters every method alike.")
         if len(machines) > 1 and "timed" not in self.results.config:
             notes.append(f"Trainings ran on {len(machines)} machines; times are compared only within the same machine.")
+        jobs = max((cell.jobs for cells in self.cells.values() for cell in cells.values()), default=1)
+        if jobs > 1 and "timed" not in self.results.config:
+            notes.append(f"Up to {jobs} trainings ran beside each other, so times are those of a shared machine.")
         return notes
 
 
@@ -376,8 +376,9 @@ def answer(results: Results) -> str:
         return "There is nothing to compare: no training has been evaluated."
     t = next((t for t in tables if any(row.difference for row in t.rows)), tables[0])
     if len(t.rows) < 2:
-        return f"There is nothing to compare: {results.methods[0]} is the only method."
-    said = f"On {results.recipe}, after {t.step or 0:,} updates, {_said(t)}"
+        so_far = " trained so far" if len(results.config.get("methods", [])) > 1 else ""  # the others may be trained elsewhere
+        return f"There is nothing to compare: {results.methods[0]} is the only method{so_far}."
+    said = f"On {results.subject}, after {t.step or 0:,} updates, {_said(t)}"
     if results.tuned:
         said += f" With each at its own best of {len(results.lrs)} learning rates, {_said(table(results, t.metric, own_lr=True))}"
     return said

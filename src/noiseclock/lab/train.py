@@ -38,10 +38,10 @@ from noiseclock.lab.autoencoder_settings import refuse_autoencoder
 from noiseclock.lab.built import loaded, network, optimizer_for, placed, sampled, told_held_out
 from noiseclock.lab.captions import refuse_other_encoder
 from noiseclock.lab.captured import CapturedForward, CapturedUpdate, Numbers, why_not_captured
-from noiseclock.lab.data import batches, outlined, refuse_other_latents
+from noiseclock.lab.data import batches, outlined, refuse_other_count, refuse_other_latents
 from noiseclock.lab.ema import EMA
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import Log, difference, lock, refuse_encoded, write_json, writing
+from noiseclock.lab.folder import Log, difference, lock, refuse_comparison, refuse_encoded, write_json, writing
 from noiseclock.lab.half import HalfWeights
 from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.latents import Latents
@@ -114,6 +114,7 @@ class Run:
             self.data.check(flip=recipe.flip)  # before anything is written
         refuse_among(recipe.data, folder)
         refuse_encoded(folder)
+        refuse_comparison(folder)
         self.clock = recipe.clock(rank=self.rank, world_size=self.world)
         torch.manual_seed(recipe.seed)  # the same weights on every rank
         self.net = placed(network(recipe, self.data, self.clock), self.device)
@@ -223,7 +224,9 @@ class Run:
 
     def _load(self, state: dict[str, Any]) -> None:
         refuse_other_encoder(self.net, state["model"])
-        refuse_other_latents(self.data, state.get("data") or {})
+        outline = state.get("data") or {}  # None in checkpoints of earlier versions
+        refuse_other_latents(self.data, outline)
+        refuse_other_count(self.data, outline)
         parameters = dict(self.net.state_dict())
         for name, value in state["model"].items():
             fill_(parameters[name], value)

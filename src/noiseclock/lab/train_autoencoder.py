@@ -31,7 +31,7 @@ from noiseclock.lab.autoencoder_settings import Settings
 from noiseclock.lab.built import placed
 from noiseclock.lab.data import Files, Images, batches, head, load_images
 from noiseclock.lab.errors import Failure, Mistake
-from noiseclock.lab.folder import Log, difference, lock, refuse_encoded
+from noiseclock.lab.folder import Log, difference, lock, refuse_comparison, refuse_encoded
 from noiseclock.lab.interrupt import Wish, listening
 from noiseclock.lab.moments import load_moments, moments
 from noiseclock.lab.order import normals
@@ -59,6 +59,7 @@ def train_autoencoder(settings: Settings, folder: str | Path, *, device: str | t
         data = load_images(settings.data, size=settings.size)
         held_out = load_images(settings.data, split="test", size=settings.size)
         refuse_encoded(Path(folder))
+        refuse_comparison(Path(folder))
         stack.enter_context(lock(folder))
         run = _Run(settings, Path(folder), data, held_out, torch.device(device))
         yield from run.training(stack.enter_context(listening()))
