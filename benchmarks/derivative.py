@@ -1,6 +1,6 @@
 """How exact is the derivative that a probe takes of the losses, by the size of its step and the precision of the network?
 
-    python benchmarks/derivative.py                                                              # digits, a minute on one core
+    python benchmarks/derivative.py                                                              # digits, two minutes on one core
     python benchmarks/derivative.py --data cifar10 --channels 64 --batch 32 --lr 4e-4 --probes 4 # the 9.0 M U-Net; hours on a CPU
 
 A U-Net learns with uniform draws. After so many updates the derivative of 64 losses along P^½ξ is taken by each step in each precision, for several
@@ -83,13 +83,15 @@ def compared(
         noise = torch.randn(x0.shape, generator=torch.Generator(x0.device).manual_seed(seed + number), device=x0.device)
         direction, moments = normal(parameters, power, seed + number), evenly(len(x0), number, x0.device)
         probe = Probe(exact, clock.schedule, clock.objective, x0.double(), noise=noise.double(), modules=[exact])
-        true.append(derivative([exact], list(exact.parameters()), [part.double() for part in direction], partial(probe.losses, moments), step=1e-5))
+        true.append(
+            derivative([exact], list(exact.parameters()), power, [part.double() for part in direction], partial(probe.losses, moments), step=1e-6)
+        )
         for precision in precisions:
             autocast = torch.bfloat16 if precision == "bf16" else None
             probe = Probe(net, clock.schedule, clock.objective, x0, noise=noise, modules=[net], autocast=autocast)
             with tf32(x0.device, precision == "tf32"):
                 for step in steps:
-                    slope = derivative([net], parameters, direction, partial(probe.losses, moments), step=step)
+                    slope = derivative([net], parameters, power, direction, partial(probe.losses, moments), step=step)
                     found.setdefault((precision, step), []).append(slope.double())
     net.train()
     wanted = torch.stack(true)
@@ -113,8 +115,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--updates", type=int, nargs="+", default=[10, 46, 300, 1000])
-    parser.add_argument("--steps", type=float, nargs="+", default=[1e-3, 1e-2, 3e-2, 5e-2, 1e-1])
+    parser.add_argument("--updates", type=int, nargs="+", default=[2, 10, 46, 300, 1000, 5000])
+    parser.add_argument("--steps", type=float, nargs="+", default=[1e-4, 1e-3, 5e-3, 2e-2])
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--probes", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

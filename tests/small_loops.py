@@ -18,7 +18,7 @@ class Denoiser(nn.Module):
 
     def __init__(self, dim: int = 2, conditions: int = 0) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(dim + 1 + conditions, 16), nn.BatchNorm1d(16), nn.SiLU(), nn.Dropout(0.5), nn.Linear(16, dim))
+        self.net = nn.Sequential(nn.Linear(dim + 1 + conditions, 16), nn.SiLU(), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, dim))
 
     def forward(self, x_t, t, *conditions, label=None):
         parts = [x_t, t[:, None].to(x_t) / 1000, *conditions, *([] if label is None else [label])]

@@ -236,7 +236,7 @@ def test_a_last_optimiser_that_steps_rarely_or_too_early_ends_updates_all_the_sa
 def test_an_optimiser_that_was_not_attached_is_told_of_once():
     model = Denoiser()
     first, last = halves(model)
-    for attached, left_out in (([first], ["4", "net.1.weight"]), ([last], ["2", "net.0.weight"]), ([first, last], [])):
+    for attached, left_out in (([first], ["4", "net.2.weight"]), ([last], ["2", "net.0.weight"]), ([first, last], [])):
         clock = nc.Clock("linear", Probing()).attach(*attached)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

@@ -161,8 +161,9 @@ def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit
     x = torch.randn(10, 4)
     parameters = trained([model])
     before = [p.detach().clone() for p in parameters]
-    direction = normal(parameters, [1.0] * len(parameters), seed=3)
-    found = derivative([model], parameters, direction, lambda: model(x).square().mean(1), step=ALONG)
+    power = [1.0] * len(parameters)
+    direction = normal(parameters, power, seed=3)
+    found = derivative([model], parameters, power, direction, lambda: model(x).square().mean(1), step=ALONG)
     for i in range(10):
         gradient = torch.autograd.grad(model(x[i : i + 1]).square().mean(), parameters)
         along = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
@@ -173,10 +174,10 @@ def test_a_derivative_is_the_gradient_along_the_direction_and_restores_every_bit
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        derivative([model], parameters, direction, broken, step=ALONG)
+        derivative([model], parameters, power, direction, broken, step=ALONG)
     assert all(torch.equal(a, p) for a, p in zip(before, parameters, strict=True))
     with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
-        derivative([half := nn.Linear(2, 2).to(torch.bfloat16)], trained([half]), [torch.ones(2, 2), torch.ones(2)], broken, step=ALONG)
+        derivative([half := nn.Linear(2, 2).to(torch.bfloat16)], trained([half]), [1.0, 1.0], [torch.ones(2, 2), torch.ones(2)], broken, step=ALONG)
 
 
 def test_a_derivative_along_parameters_that_are_nearly_zero_is_no_rounding_error():
@@ -186,7 +187,24 @@ def test_a_derivative_along_parameters_that_are_nearly_zero_is_no_rounding_error
     frozen = model(x).detach() + 1
     nn.init.normal_(model.weight, std=1e-5)
     direction = normal([model.weight], [1.0], seed=3)
-    found = derivative([model], [model.weight], direction, lambda: (frozen + model(x)).square().mean(1), step=ALONG)
+    found = derivative([model], [model.weight], [1.0], direction, lambda: (frozen + model(x)).square().mean(1), step=ALONG)
     wanted = (2 * (frozen + model(x)) * (x @ direction[0].T)).mean(1).detach()
     # losses of order 1 are known to 6e-8, their difference over 2·h·d of about 2e-5 to 6e-3
     assert (found - wanted).abs().max() < 2e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("dead", "moves"), [(1e8, True), (torch.full((50, 20), 1e8), True), (0.0, False), (torch.zeros(50, 20), False)])
+def test_parameters_without_influence_do_not_shorten_the_step_of_the_others(dead, moves):
+    """A bias before a group norm has gradients of rounding errors, so Adam's metric is huge there: it would take all of a plain norm of the step."""
+    torch.manual_seed(0)
+    live, idle = nn.Parameter(torch.randn(50, 20)), nn.Parameter(torch.randn(50, 20))
+    model, power = nn.ParameterList([live, idle]), [torch.ones(50, 20), dead]
+    before, moved = live.detach().clone(), []
+
+    def losses():
+        moved.append(float((live - before).norm() / before.norm()))
+        return live.sum().expand(4)
+
+    derivative([model], [live, idle], power, normal([live, idle], power, seed=3), losses, step=0.01)
+    # both have as many numbers, and so as long a part of ξ; one of a thousand normal numbers has a norm that is known to 1/√2000
+    assert moved == pytest.approx([0.01 * (0.5**0.5 if moves else 1.0)] * 2, rel=0.07)

@@ -167,9 +167,8 @@ def test_a_warm_up_from_zero_is_waited_for(name, none):
 def test_a_derivative_along_nothing_is_zero():
     model, adapters, _ = adapted()
     x, t = torch.zeros(4, 2).double(), torch.zeros(4)
-    assert (
-        derivative([model], adapters, [torch.zeros_like(p) for p in adapters], lambda: model(x, t).square().mean(1), step=ALONG).tolist() == [0.0] * 4
-    )
+    nothing = [torch.zeros_like(p) for p in adapters]
+    assert derivative([model], adapters, [1.0] * len(adapters), nothing, lambda: model(x, t).square().mean(1), step=ALONG).tolist() == [0.0] * 4
 
 
 def test_trained_weights_in_half_precision_are_refused_where_they_would_swallow_the_difference():
@@ -177,7 +176,7 @@ def test_trained_weights_in_half_precision_are_refused_where_they_would_swallow_
     for p in adapters:
         p.data = p.data.bfloat16()
     with pytest.raises(ValueError, match=r"torch\.bfloat16 rounds away"):
-        derivative([model], adapters, [torch.ones_like(p) for p in adapters], lambda: pytest.fail("not reached"), step=ALONG)
+        derivative([model], adapters, [1.0] * len(adapters), [torch.ones_like(p) for p in adapters], lambda: pytest.fail("not reached"), step=ALONG)
 
 
 def mixed(part):

@@ -82,12 +82,13 @@ def test_samples_that_gave_the_gradient_are_priced_too_high():
     """By ‖g_i‖²/n each: a sample is a part of what it is compared with."""
     model, data, clock = trained_a_little()
     simple, parameters = TARGETS["simple"](), list(model.parameters())
+    unit = [1.0] * len(parameters)
     same, apart, own = 0.0, 0.0, 0.0
     for number, probe in enumerate(probes_of(clock, model, data, 200, size=32)):
         rows, time = torch.arange(16), evenly(16, number, torch.device("cpu"))
         direction = _gradient(probe, parameters, simple, time, rows)
-        same += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows: p.losses(t, r), step=ALONG).mean())
-        apart += float(derivative([model], parameters, direction, lambda p=probe, t=time, r=rows + 16: p.losses(t, r), step=ALONG).mean())
+        same += float(derivative([model], parameters, unit, direction, lambda p=probe, t=time, r=rows: p.losses(t, r), step=ALONG).mean())
+        apart += float(derivative([model], parameters, unit, direction, lambda p=probe, t=time, r=rows + 16: p.losses(t, r), step=ALONG).mean())
         x_t, target = noised(clock.schedule, clock.objective, probe.x0[:16], probe.noise[:16], time)
         for loss in squared_error(model(x_t, clock.schedule.condition(time)), target):
             own += sum(float(g.square().sum()) for g in torch.autograd.grad(loss, parameters, retain_graph=True)) / 16 / 16
@@ -209,7 +210,7 @@ def direction_of(model, half: int):
     """The direction in which a rank's probe measures its own half of the data."""
     _, clock = asked(model, half)
     directions = []
-    taken = lambda modules, parameters, direction, losses, **_: directions.extend(direction) or torch.ones(16)  # noqa: E731
+    taken = lambda modules, parameters, power, direction, losses, **_: directions.extend(direction) or torch.ones(16)  # noqa: E731
     with patch("noiseclock.core.lookahead.derivative", taken):
         clock.sampler.after(clock._probe, None)
     return torch.cat([d.flatten() for d in directions])

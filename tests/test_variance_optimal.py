@@ -442,11 +442,12 @@ def _together(rank: int, port: int, results) -> None:
                 fully_shard(layer)
         before = [local(p).detach().clone() for p in model.parameters()]
         parameters = trained([model])
-        direction = normal(parameters, [1.0] * len(parameters), seed=7)
+        power = [1.0] * len(parameters)
+        direction = normal(parameters, power, seed=7)
         whole = [DTensor.from_local(d, p.device_mesh, p.placements).full_tensor() for d, p in zip(direction, parameters, strict=True)]
         x, t = torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(0, 800, 100)
-        results["sharded", rank] = derivative([model], parameters, direction, lambda: model(x, t).square().mean(1), step=ACROSS)
-        results["whole", rank] = derivative([alone := told()], trained([alone]), whole, lambda: alone(x, t).square().mean(1), step=ACROSS)
+        results["sharded", rank] = derivative([model], parameters, power, direction, lambda: model(x, t).square().mean(1), step=ACROSS)
+        results["whole", rank] = derivative([alone := told()], trained([alone]), power, whole, lambda: alone(x, t).square().mean(1), step=ACROSS)
         results["restored", rank] = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
     finally:
         dist.destroy_process_group()

@@ -2,11 +2,13 @@
 
 A central difference along d costs two forward passes for a whole batch; per-sample gradients would cost one backward pass per sample.
 Forward-mode differentiation would be exact, but fails on fused attention and group norm. The truncation error of the difference is of order h², its
-rounding error of order 1/h. Along a gradient the loss changes most, so a small step suffices. Along a random direction of many parameters it changes
-so little that the step must be larger. `benchmarks/derivative.py`: for the 9 M U-Net after 46 updates, with convolutions in TF32 as is usual on a
-GPU, a step of 0.001 of the parameters' norm has an error of 120 %, one of 0.05 has 11 %.
+rounding error of order 1/h.
 
 With ξ ~ N(0, I) the squared derivative along P^½ξ has the mean ‖gradient‖²_P, P the metric of the optimisers (`core/optimizers.py`).
+
+Lengths of a step and of the parameters are measured by ‖x‖² = Σ x²/P. A parameter without any influence, such as a bias before a group norm, has a
+gradient of rounding errors and so a huge P; a few of these can make up nearly all of the plain norm of a random direction, and hide how far the other
+parameters are moved.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,7 @@ from noiseclock.core.ranks import local, sharded
 from noiseclock.core.samplers import TINY
 from noiseclock.core.table import wide
 
-ALONG, ACROSS = 1e-3, 0.05  # ‖h·d‖ as a fraction of the norm of the parameters, for d along a gradient and for a random d
+ALONG, ACROSS = 1e-3, 5e-3  # ‖h·d‖ as a fraction of the length of the parameters, for d along a gradient and for a random d
 LEAST = 0.01  # root mean square of the parameters that is assumed at least: adapters and biases start at 0. Networks as a whole have 0.015 to 0.05
 CHECKED = 9  # the number of the probe that compares two steps: the first see large gradients, which rounding hardly disturbs
 UNLIKE = 0.3  # by which the two may differ
@@ -37,9 +40,7 @@ def normal(parameters: Sequence[nn.Parameter], power: Sequence[Tensor | float], 
     mine = [local(p) for p in parameters]
     generator = torch.Generator(mine[0].device).manual_seed((seed + ranks.mine()) % 2**63)
     flat = torch.randn(sum(p.numel() for p in mine), generator=generator, device=mine[0].device)
-    tensors = [scale for scale in power if isinstance(scale, Tensor)]
-    roots = iter(torch._foreach_sqrt(tensors) if tensors else ())
-    return scaled(_shaped(flat, mine), [next(roots) if isinstance(scale, Tensor) else scale**0.5 for scale in power])
+    return scaled(_shaped(flat, mine), _each(power, torch._foreach_sqrt, math.sqrt))
 
 
 @torch.no_grad()
@@ -57,6 +58,7 @@ def scaled(parts: list[Tensor], power: Sequence[Tensor | float]) -> list[Tensor]
 def derivative(
     modules: list[nn.Module],
     parameters: Sequence[nn.Parameter],
+    power: Sequence[Tensor | float],
     direction: Sequence[Tensor],
     losses: Callable[[], Tensor],
     *,
@@ -65,7 +67,7 @@ def derivative(
 ) -> Tensor:
     """(N,) the derivative of `losses()` (N,) along a direction of the modules' trained parameters, which are restored bit for bit.
 
-    step: ALONG or ACROSS. checked: compare the derivative with that of twice the step, and warn if they differ.
+    power: the metric P. step: ALONG or ACROSS. checked: compare the derivative with that of twice the step, and warn if they differ.
     """
     spread = sharded(parameters)
     if half := next((p.dtype for p in parameters if p.dtype in (torch.bfloat16, torch.float16)), None):
@@ -73,9 +75,7 @@ def derivative(
             f"a probe moves each parameter by a small part of its size, which {half} rounds away; keep the parameters in float32 and use autocast"
         )
     mine = [local(p) for p in parameters]
-    length, size = (_norm(part, spread) for part in (direction, mine))
-    size = size.clamp(min=LEAST * math.sqrt(sum(p.numel() for p in parameters)))
-    h = torch.where(length > 0, step * size / length, 1.0)
+    h = _multiple(step, power, direction, mine, spread)
     kept = _shaped(torch.empty(sum(p.numel() for p in mine), device=mine[0].device), mine)
     torch._foreach_copy_(kept, mine)
 
@@ -98,18 +98,29 @@ def derivative(
         forget_gathered(modules, spread)
 
 
+def _multiple(step: float, power: Sequence[Tensor | float], direction: Sequence[Tensor], parameters: Sequence[Tensor], spread: bool) -> Tensor:
+    """(0-d) h, for which h·d has this fraction of the parameters' length; 1 if d is zero."""
+    units = _each(power, _inverse_roots, lambda scale: scale**-0.5 if scale else 0.0)
+    moved, length = (_norm(scaled(list(torch._foreach_mul(list(part), 1.0)), units), spread) for part in (direction, parameters))
+    ones = _shaped(torch.ones(sum(p.numel() for p in parameters), device=parameters[0].device), parameters)
+    least = LEAST * _norm(scaled(ones, units), spread)
+    return torch.where(moved > 0, step * torch.maximum(length, least) / moved, 1.0)
+
+
 def _compare(slope: Tensor, other: Tensor) -> None:
     """Warn if derivatives with two steps are not the same.
 
-    At the tenth probe of VarianceOptimal on digits they agreed to 0.1 % in float32 and differed by 2 to 19 % with convolutions in TF32, by 22 to 97 %
-    in bfloat16 (two U-Nets and a transformer, three seeds). Along a gradient, as Lookahead takes it, they differed by 4 to 14 % in bfloat16.
+    At the tenth probe of VarianceOptimal on digits they agreed to 0.6 % in float32 and differed by 1 to 14 % with convolutions in TF32, by 25 to
+    150 % in bfloat16 (two U-Nets and a transformer, Adam and SGD, three seeds). Along a gradient, as Lookahead takes it, they differed by 12 % at
+    the most.
     """
     differ, size = ranks.total(torch.stack([(slope - other).square().sum(), other.square().sum()])).tolist()
     if differ > UNLIKE**2 * size:
         warn(
             f"the derivatives of this probe change by {100 * math.sqrt(differ / max(size, TINY)):.0f} % with twice the step, so they are rounding "
             "errors or chance, and so is what is learned from them. If the model computes in half precision, use autocast around its call and not "
-            "inside, and keep frozen weights behind trained ones in float32; if it draws random numbers, let it take torch's default generator"
+            "inside, and keep frozen weights behind trained ones in float32; if it draws random numbers, let it take torch's default generator; and "
+            "give layers before a batch norm no bias"
         )
 
 
@@ -146,6 +157,21 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     finally:
         for p, gradient in zip(parameters, kept, strict=True):
             p.grad = gradient
+
+
+def _each(power: Sequence[Tensor | float], of_tensors: Callable[[list[Tensor]], Sequence[Tensor]], of_number: Callable[[float], float]) -> list[Any]:
+    """A function of every scale: tensors together, because foreach operations on them fuse on a GPU."""
+    tensors = [scale for scale in power if isinstance(scale, Tensor)]
+    found = iter(of_tensors(tensors) if tensors else ())
+    return [next(found) if isinstance(scale, Tensor) else of_number(scale) for scale in power]
+
+
+def _inverse_roots(scales: list[Tensor]) -> list[Tensor]:
+    """1/√x, and 0 for 0."""
+    roots = list(torch._foreach_sqrt(torch._foreach_add(scales, TINY)))
+    torch._foreach_reciprocal_(roots)
+    torch._foreach_mul_(roots, torch._foreach_sign(scales))
+    return roots
 
 
 def _norm(tensors: Sequence[Tensor], spread: bool) -> Tensor:

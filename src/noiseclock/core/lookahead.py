@@ -64,7 +64,7 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
     direction = scaled([part.clone() for part in gradient], power)
     time = evenly(len(priced), number, device)
     weight = weighting(probe.schedule, time, probe.objective)
-    slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, priced), step=ALONG, checked=number == CHECKED)
+    slope = derivative(probe.modules, parameters, power, direction, lambda: exact.losses(time, priced), step=ALONG, checked=number == CHECKED)
     return time, slope.to(weight.dtype) * weight
 
 

@@ -60,8 +60,9 @@ class VarianceOptimal(Priced):
         exact.rows = min(exact.rows, len(rows))  # otherwise each pass would be filled up to a whole batch
         time = evenly(len(rows) * ranks.count(), number, device)[ranks.mine() :: ranks.count()]
         parameters = trained(probe.modules, probe.optimizers)
-        direction = normal(parameters, self._metric(probe), probe.seed)
-        slope = derivative(probe.modules, parameters, direction, lambda: exact.losses(time, rows), step=ACROSS, checked=number == CHECKED)
+        power = self._metric(probe)
+        direction = normal(parameters, power, probe.seed)
+        slope = derivative(probe.modules, parameters, power, direction, lambda: exact.losses(time, rows), step=ACROSS, checked=number == CHECKED)
         weight = setting.weighting(setting.schedule, time, setting.objective)
         return time, (slope.to(weight.dtype) * weight).square()
 
