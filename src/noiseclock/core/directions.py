@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,9 @@ def normal(parameters: Sequence[nn.Parameter], power: Sequence[Tensor | float], 
     mine = [local(p) for p in parameters]
     generator = torch.Generator(mine[0].device).manual_seed((seed + ranks.mine()) % 2**63)
     flat = torch.randn(sum(p.numel() for p in mine), generator=generator, device=mine[0].device)
-    return scaled(_shaped(flat, mine), _each(power, torch._foreach_sqrt, math.sqrt))
+    tensors = [scale for scale in power if isinstance(scale, Tensor)]
+    roots = iter(torch._foreach_sqrt(tensors) if tensors else ())
+    return scaled(_shaped(flat, mine), [next(roots) if isinstance(scale, Tensor) else scale**0.5 for scale in power])
 
 
 @torch.no_grad()
@@ -100,11 +101,9 @@ def derivative(
 
 def _multiple(step: float, power: Sequence[Tensor | float], direction: Sequence[Tensor], parameters: Sequence[Tensor], spread: bool) -> Tensor:
     """(0-d) h, for which h·d has this fraction of the parameters' length; 1 if d is zero."""
-    units = _each(power, _inverse_roots, lambda scale: scale**-0.5 if scale else 0.0)
-    moved, length = (_norm(scaled(list(torch._foreach_mul(list(part), 1.0)), units), spread) for part in (direction, parameters))
-    ones = _shaped(torch.ones(sum(p.numel() for p in parameters), device=parameters[0].device), parameters)
-    least = LEAST * _norm(scaled(ones, units), spread)
-    return torch.where(moved > 0, step * torch.maximum(length, least) / moved, 1.0)
+    units = _units(power, parameters)
+    moved, length = (_norm(torch._foreach_mul(list(part), units), spread) for part in (direction, parameters))
+    return torch.where(moved > 0, step * torch.maximum(length, LEAST * _norm(units, spread)) / moved, 1.0)
 
 
 def _compare(slope: Tensor, other: Tensor) -> None:
@@ -159,18 +158,12 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
             p.grad = gradient
 
 
-def _each(power: Sequence[Tensor | float], of_tensors: Callable[[list[Tensor]], Sequence[Tensor]], of_number: Callable[[float], float]) -> list[Any]:
-    """A function of every scale: tensors together, because foreach operations on them fuse on a GPU."""
-    tensors = [scale for scale in power if isinstance(scale, Tensor)]
-    found = iter(of_tensors(tensors) if tensors else ())
-    return [next(found) if isinstance(scale, Tensor) else of_number(scale) for scale in power]
-
-
-def _inverse_roots(scales: list[Tensor]) -> list[Tensor]:
-    """1/√x, and 0 for 0."""
-    roots = list(torch._foreach_sqrt(torch._foreach_add(scales, TINY)))
+def _units(power: Sequence[Tensor | float], like: Sequence[Tensor]) -> list[Tensor]:
+    """P^-½ in the shapes of the parameters, 0 where P is 0."""
+    whole = [p if isinstance(p, Tensor) and p.shape == x.shape else torch.ones_like(x) * p for p, x in zip(power, like, strict=True)]
+    roots = list(torch._foreach_sqrt(torch._foreach_add(whole, TINY)))
     torch._foreach_reciprocal_(roots)
-    torch._foreach_mul_(roots, torch._foreach_sign(scales))
+    torch._foreach_mul_(roots, torch._foreach_sign(whole))
     return roots
 
 
