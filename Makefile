@@ -1,4 +1,4 @@
-# make demo   eight methods compared on small digits: a report with pictures, in three to eight minutes
+# make demo   eight methods compared on small digits: a report with pictures, in two to eight minutes
 # make test   the test suite, doctests included (make test-slow: the tests that take minutes; make test-integrations: with Lightning, W&B and others)
 # make lint   ruff and mypy (strict)
 # make docs   the documentation as a site, in site/
