@@ -241,9 +241,10 @@ def priced(bench: Bench, probes: int) -> Any:
 
 
 def against(found: Any, wanted: Any) -> dict[str, Any]:
-    """A price compared with the exact one: rank correlation, and largest relative error after both are normalised."""
+    """A price compared with the exact one: rank correlation, largest relative error after both are normalised, and how many times as large it is."""
     shape, other = found / found.mean(), wanted / wanted.mean()
-    return {"rank": float(scipy.stats.spearmanr(found, wanted).statistic), "worst": float(np.abs(shape / other - 1).max()), "means": found.tolist()}
+    worst, times = float(np.abs(shape / other - 1).max()), float(np.median((found / wanted) ** 2))
+    return {"rank": float(scipy.stats.spearmanr(found, wanted).statistic), "worst": worst, "times": times, "means": found.tolist()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -289,9 +290,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"signal of a draw        F      R²  rank with the truth, which follows itself at {itself:.2f}")
     for name, row in signals.items():
         print(f"{name:<16}  {row['F']:>7.1f}  {row['R2']:>6.4f}  {row['rank']:>6.2f}")
-    print("price of a bin   rank with exact norms  largest error of its shape")
+    print("price of a bin   rank with exact norms  largest error of its shape  its square, over the exact one")
     for name, row in prices.items():
-        print(f"{name:<16}  {row['rank']:>19.2f}  {row['worst']:>25.0%}")
+        times = f"{row['times']:.2f}" if name == "directions" else "another unit"
+        print(f"{name:<16}  {row['rank']:>19.2f}  {row['worst']:>25.0%}  {times:>30}")
 
 
 if __name__ == "__main__":
