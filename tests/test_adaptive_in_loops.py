@@ -14,12 +14,37 @@ import noiseclock as nc
 from forked import on_two
 from gaussians import Denoiser, ring, started, train
 from known_densities import SCHEDULE
+from noiseclock.core.probes import Probe
 from noiseclock.core.selection import r_squared
 
 # at the paper's learning rate a fresh policy moves fast, and says so
 pytestmark = pytest.mark.filterwarnings("ignore:the sampling", "ignore:.*of the times are drawn less", "ignore:for five probes")
 
 # --- other people's loops ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_in_bfloat16_are_those_of_float32():
+    """Probes run under autocast as the training does. An update moves the weights along their gradients, and so the losses by more than rounding."""
+    torch.manual_seed(0)
+    model = Denoiser(width=128)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    clock = nc.Clock(SCHEDULE, "uniform").attach(optimizer)
+    rewards = {None: [], torch.bfloat16: []}
+    for update in range(60):
+        x0 = ring().sample(256, torch.Generator().manual_seed(update))
+        noise, time = torch.randn_like(x0), (torch.arange(256) + 0.5) / 256
+        seen = rewards if update >= 50 else ()
+        probes = {dtype: Probe(model, clock.schedule, clock.objective, x0, noise=noise, modules=[model], autocast=dtype) for dtype in seen}
+        before = {dtype: probe.losses(time) for dtype, probe in probes.items()}
+        b = clock.draw(x0)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for dtype, probe in probes.items():
+            rewards[dtype].append(before[dtype] - probe.losses(time))
+    exact, rounded = (torch.cat(found).double() for found in rewards.values())
+    # measured: 10 %; on digits with a U-Net 4 to 9 %. Less than 0.1 % would mean that nothing was rounded
+    assert 1e-3 < (rounded - exact).norm() / exact.norm() < 0.2
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
