@@ -14,7 +14,7 @@ parameters are moved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 
 import torch
@@ -81,17 +81,20 @@ def derivative(
     torch._foreach_copy_(kept, mine)
 
     def along(h: Tensor) -> Tensor:
-        found = []
-        for signed in (h, -h):
-            torch._foreach_copy_(mine, kept)
-            torch._foreach_add_(mine, torch._foreach_mul(list(direction), signed.to(direction[0].dtype)))
-            forget_gathered(modules, spread)
-            found.append(losses())
-        return (found[0] - found[1]) / (2 * h).to(found[0].dtype)
+        change = torch._foreach_mul(list(direction), h.to(direction[0].dtype))
+        torch._foreach_add_(mine, change)
+        forget_gathered(modules, spread)
+        ahead = losses()
+        torch._foreach_copy_(mine, kept)
+        torch._foreach_sub_(mine, change)
+        forget_gathered(modules, spread)
+        behind = losses()
+        return (ahead - behind) / (2 * h).to(ahead.dtype)
 
     try:
         slope = along(h)
         if checked:
+            torch._foreach_copy_(mine, kept)
             _compare(slope, along(2 * h))
         return slope
     finally:
@@ -102,8 +105,14 @@ def derivative(
 def _multiple(step: float, power: Sequence[Tensor | float], direction: Sequence[Tensor], parameters: Sequence[Tensor], spread: bool) -> Tensor:
     """(0-d) h, for which h·d has this fraction of the parameters' length; 1 if d is zero."""
     units = _units(power, parameters)
-    moved, length = (_norm(torch._foreach_mul(list(part), units), spread) for part in (direction, parameters))
-    return torch.where(moved > 0, step * torch.maximum(length, LEAST * _norm(units, spread)) / moved, 1.0)
+
+    def weighed() -> Iterator[tuple[Tensor, ...]]:  # one after the other, because each is as large as the model
+        yield torch._foreach_mul(list(direction), units)
+        yield torch._foreach_mul(list(parameters), units)
+        yield tuple(units)
+
+    moved, length, least = _norms(weighed(), spread)
+    return torch.where(moved > 0, step * torch.maximum(length, LEAST * least) / moved, 1.0)
 
 
 def _compare(slope: Tensor, other: Tensor) -> None:
@@ -161,26 +170,26 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _units(power: Sequence[Tensor | float], like: Sequence[Tensor]) -> list[Tensor]:
     """P^-½ in the shapes of the parameters, 0 where P is 0."""
     whole = [p if isinstance(p, Tensor) and p.shape == x.shape else torch.ones_like(x) * p for p, x in zip(power, like, strict=True)]
-    roots = list(torch._foreach_sqrt(torch._foreach_add(whole, TINY)))
-    torch._foreach_reciprocal_(roots)
-    torch._foreach_mul_(roots, torch._foreach_sign(whole))
-    return roots
+    units = list(torch._foreach_add(whole, TINY))
+    torch._foreach_rsqrt_(units)
+    torch._foreach_mul_(units, torch._foreach_sign(whole))
+    return units
 
 
-def _norm(tensors: Sequence[Tensor], spread: bool) -> Tensor:
-    norms = torch._foreach_norm([t.detach() for t in tensors])
-    squares = torch.stack([n.to(norms[0]) for n in norms]).to(wide(norms[0].device)).square().sum()
+def _norms(lists: Iterator[tuple[Tensor, ...]], spread: bool) -> Tensor:
+    """The norm of each list of as many tensors."""
+    norms = [torch._foreach_norm(tensors) for tensors in lists]
+    flat = torch.stack([n.to(norms[0][0]) for some in norms for n in some])
+    squares = flat.to(wide(flat.device)).square().view(len(norms), -1).sum(1)
     return (ranks.total(squares) if spread else squares).sqrt()
 
 
 def _shaped(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive numbers in the shapes and memory formats of other tensors: only then do foreach operations on both lists fuse on a GPU."""
-    parts: list[Tensor] = []
-    start = 0
-    for t in like:
-        part = flat[start : start + t.numel()]
-        last = t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)
-        part = part.as_strided(t.shape, t.stride()) if last else part.view(t.shape)
-        parts.append(part.to(t))
-        start += t.numel()
-    return parts
+    parts = flat.split([t.numel() for t in like])  # type: ignore[no-untyped-call]
+    return [_of_shape(part, t).to(t) for part, t in zip(parts, like, strict=True)]
+
+
+def _of_shape(part: Tensor, like: Tensor) -> Tensor:
+    last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
+    return part.as_strided(like.shape, like.stride()) if last else part.view(like.shape)
