@@ -1,4 +1,4 @@
-# make demo   eight methods compared on small digits: a report with pictures, in two to eight minutes
+# make demo   eight methods compared on small digits: a report with pictures, in three to eight minutes
 # make test   the test suite, doctests included (make test-slow: the tests that take minutes; make test-integrations: with Lightning, W&B and others)
 # make lint   ruff and mypy (strict)
 # make docs   the documentation as a site, in site/
@@ -13,7 +13,7 @@ READY := .venv/.ready
 
 demo: $(READY)
 	$(BIN)/noiseclock compare digits --samplers uniform min-snr p2 log-normal speed+change-aware adaptive lsm variance-optimal \
-		--seeds 3 --out results/demo --updates 240 --every 120 --batch 32 --channels 16 --lr 2e-3 --warmup 30 --ema 0.98 --samples 400 --solver-steps 15 --vlb-images 0 --jobs 2
+		--seeds 4 --out results/demo --updates 240 --every 120 --batch 32 --channels 16 --lr 2e-3 --warmup 30 --ema 0.98 --samples 400 --solver-steps 15 --vlb-images 0 --jobs 2
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
