@@ -404,7 +404,7 @@ def test_derivatives_that_depend_on_their_step_are_told_of_once(name, kind):
         prices(nc.Clock("linear", nc.sampler(name, every=1)), model, model)
     said = [str(w.message) for w in caught]
     assert len(said) == (kind is not Denoiser)
-    assert all("with twice the step, so they are rounding errors or chance" in text for text in said)
+    assert all("with twice the step, so they cannot be relied on" in text for text in said)
 
 
 def test_a_frozen_part_in_half_precision_before_the_trained_ones_is_welcome():

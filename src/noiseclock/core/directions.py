@@ -14,7 +14,7 @@ parameters are moved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 
 import torch
@@ -105,13 +105,9 @@ def derivative(
 def _multiple(step: float, power: Sequence[Tensor | float], direction: Sequence[Tensor], parameters: Sequence[Tensor], spread: bool) -> Tensor:
     """(0-d) h, for which h·d has this fraction of the parameters' length; 1 if d is zero."""
     units = _units(power, parameters)
-
-    def weighed() -> Iterator[tuple[Tensor, ...]]:  # one after the other, because each is as large as the model
-        yield torch._foreach_mul(list(direction), units)
-        yield torch._foreach_mul(list(parameters), units)
-        yield tuple(units)
-
-    moved, length, least = _norms(weighed(), spread)
+    # each product is as large as the model, and is gone before the next is made
+    norms = [torch._foreach_norm(torch._foreach_mul(list(x), units)) for x in (direction, parameters)]
+    moved, length, least = _together([*norms, torch._foreach_norm(units)], spread)
     return torch.where(moved > 0, step * torch.maximum(length, LEAST * least) / moved, 1.0)
 
 
@@ -125,8 +121,8 @@ def _compare(slope: Tensor, other: Tensor) -> None:
     differ, size = ranks.total(torch.stack([(slope - other).square().sum(), other.square().sum()])).tolist()
     if differ > UNLIKE**2 * size:
         warn(
-            f"the derivatives of this probe change by {100 * math.sqrt(differ / max(size, TINY)):.0f} % with twice the step, so they are rounding "
-            "errors or chance, and so is what is learned from them. If the model computes in half precision, use autocast around its call and not "
+            f"the derivatives of this probe change by {100 * math.sqrt(differ / max(size, TINY)):.0f} % with twice the step, so they cannot be "
+            "relied on, and neither can what is learned from them. If the model computes in half precision, use autocast around its call and not "
             "inside, and keep frozen weights behind trained ones in float32; if it draws random numbers, let it take torch's default generator; and "
             "give layers before a batch norm no bias"
         )
@@ -176,9 +172,8 @@ def _units(power: Sequence[Tensor | float], like: Sequence[Tensor]) -> list[Tens
     return units
 
 
-def _norms(lists: Iterator[tuple[Tensor, ...]], spread: bool) -> Tensor:
-    """The norm of each list of as many tensors."""
-    norms = [torch._foreach_norm(tensors) for tensors in lists]
+def _together(norms: Sequence[Sequence[Tensor]], spread: bool) -> Tensor:
+    """The norms of lists of as many tensors, from those of their tensors."""
     flat = torch.stack([n.to(norms[0][0]) for some in norms for n in some])
     squares = flat.to(wide(flat.device)).square().view(len(norms), -1).sum(1)
     return (ranks.total(squares) if spread else squares).sqrt()
