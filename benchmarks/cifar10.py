@@ -97,11 +97,11 @@ QUEUE = [  # in the order of what they decide
     Part(LINEAR, PAPERS),
     Part(LINEAR, OTHERS),
     # VarianceOptimal again, the step of whose probes was too small for TF32 (docs/log.md, 2026-11-19), with other solvers on the linear schedule
-    Part(AGAIN, ("variance-optimal", "uniform"), every=10_000, solvers=solvers.SOLVERS),
+    Part(AGAIN, ("variance-optimal",), every=10_000, solvers=solvers.SOLVERS),
     Part(AGAIN, ("variance-optimal",), seeds=(1, 2), every=10_000),
     # the adaptive sampler again, longer: its policy could not move back from its bounds (there too)
     Part(LINEAR, ("adaptive.released",)),
-    Part(AGAIN, ("adaptive.paper", "speed+change-aware"), every=10_000, solvers=solvers.SOLVERS),
+    Part(AGAIN, ("uniform", "adaptive.paper", "speed+change-aware"), every=10_000, solvers=solvers.SOLVERS),
     *(replace(part, methods=("adaptive.paper",)) for part in CONTINUOUS),
     # SpeeD as the adaptive paper compares with it
     Part(LINEAR, ("speed:variant=released+p2",)),
