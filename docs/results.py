@@ -59,6 +59,15 @@ def schedules() -> list[str]:
     return lines(["", *(heading for name in SCHEDULES for heading in (f"{name}, {STEPS[-1] // 1000}k", "at equal time"))], rows)
 
 
+def fidelity() -> list[str]:
+    """Precision and recall of the methods that all three schedules have, at the last update."""
+    ends = [read(RAW / folder, at=STEPS[-1]) for folder in SCHEDULES.values()]
+    found = [{row.method: row.final for row in table(end, metric).rows if row.final.n} for end in ends for metric in ("precision", "recall")]
+    shown = [method for method in found[0] if all(method in rows for rows in found)]
+    headings = ["", *(f"{name}: {metric}" if metric == "precision" else metric for name in SCHEDULES for metric in ("precision", "recall"))]
+    return lines(headings, ([f"`{method}`", *(str(rows[method]) for rows in found)] for method in shown))
+
+
 def stopped(folder: str, *steps: int) -> list[str]:
     """What was not, but for ablations: FID through training, and the other measures at the last of these steps."""
     finished = {row.method for row in table(read(RAW / folder, at=STEPS[-1]), "frechet").rows if row.final.n}
@@ -180,6 +189,7 @@ TABLES = {
     "ruler": ruler,
     "headline": partial(sprint, "cifar10-headline"),
     "schedules": schedules,
+    "precision and recall": fidelity,
     "linear": partial(sprint, "cifar10-sprint-20k"),
     "linear, stopped": partial(stopped, "cifar10-sprint-20k", *STEPS[:1]),
     "learning rates": partial(rates, "cifar10-sprint-5k", "cifar10-sprint-20k"),
