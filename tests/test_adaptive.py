@@ -111,6 +111,27 @@ def test_a_constant_reward_teaches_nothing_inside_a_blend(variant, blend, policy
     assert (uncorrected.abs() > 20 * error).all()  # the test can tell
 
 
+def test_the_released_entropy_term_leads_back_to_uniform(policy_gradient):
+    """Inside the reward it is (β·H)·ln π of the density, of which the mean is -β·H² and its gradient, with that of the draws, -β·H·∇H: H rises to 0."""
+    n, beta = 20_000, 0.01
+    clock = nc.Clock("linear", nc.Adaptive.released(entropy=beta))
+    _, gradient = policy_gradient(clock.sampler, clock.sampler, n, torch.zeros(n))
+    adaptive, bias = clock.sampler, clock.sampler._policy.net[-1].bias.detach()
+    log_pi = lambda raw: ((1 - adaptive.floor) * adaptive._beta.mass(nn.functional.softplus(raw)[None])[0] + adaptive.floor / 1000).log()  # noqa: E731
+    entropy = lambda raw: -(log_pi(raw).exp() * (log_pi(raw) + math.log(1000))).sum()  # noqa: E731
+    h, slope = entropy(bias), torch.autograd.functional.jacobian(entropy, bias).double()
+    density, score = log_pi(bias) + math.log(1000), torch.autograd.functional.jacobian(log_pi, bias).double()
+    each = beta * (slope * density[:, None] + h * score)  # (1000, 2) what a draw of each step adds
+    pi = log_pi(bias).exp()[:, None]
+    mean = (pi * each).sum(0)
+    assert torch.allclose(mean, -beta * h * slope, rtol=1e-5)  # float32 in softplus
+    error = ((pi * each.square()).sum(0) - mean.square()).div(n).sqrt()
+    print(f"entropy {h:.2f}; gradient", gradient, "expected", mean, "+-", error)
+    assert h < -0.3
+    assert ((gradient - mean).abs() < 4 * error).all()  # P = 6e-5 for each of two numbers
+    assert gradient.double() @ slope > 0  # ascent raises the entropy
+
+
 def test_alone_times_come_from_the_policy_and_the_gradient_is_the_plain_one(policy_gradient):
     adaptive = nc.Clock("linear", nc.Adaptive(entropy=0.0)).sampler
     reward = 1e-3 * torch.randn(500, generator=torch.Generator().manual_seed(0))

@@ -335,7 +335,8 @@ class Adaptive(Sampler):
             ratio = (log_p.detach() + math.log(self.cells) - draw.log_prob).exp()
             entropy = -(pmf * pmf.clamp(min=TINY).log()).sum(1) - math.log(self.cells)  # 0 for the uniform
             if self.variant == "released":
-                gain = ((advantage + self.entropy * entropy) * usable * ratio * log_p).mean()
+                # of the density, as in that code: the entropy, not only its factor, has a gradient here, so a constant in ln π counts
+                gain = ((advantage + self.entropy * entropy) * usable * ratio * (log_p + math.log(self.cells))).mean()
             else:
                 gain = (advantage * usable * ratio * log_p).mean() + self.entropy * entropy.mean()
             gradients = torch.autograd.grad(-gain, list(policy.parameters()))
