@@ -44,7 +44,7 @@ def learned_density(problem, sampler, seed, probes=150, batch=16) -> np.ndarray:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("problem", [OwnParameters, SharedParameter])
 def test_it_moves_towards_the_best_density_by_direct_search(problem):
-    """Three seeds, 150 probes. The authors' released reward, with fresh noise, is farther from the best density on both problems."""
+    """Three seeds, 150 probes. The authors' released reward, with fresh noise, learns too, but less surely: one of three seeds may stay."""
     best = best_density(problem)
 
     def distances(make):
@@ -56,7 +56,7 @@ def test_it_moves_towards_the_best_density_by_direct_search(problem):
     assert uniform > 0.35
     assert max(found) < 0.75 * uniform
     assert np.mean(found) < 0.6 * uniform
-    assert np.mean(released) > np.mean(found)
+    assert sorted(released)[1] < 0.75 * uniform
 
 
 def test_stratified_batches_would_hide_what_is_to_be_learned():
@@ -112,7 +112,7 @@ def test_a_constant_reward_teaches_nothing_inside_a_blend(variant, blend, policy
 
 
 def test_the_released_entropy_term_leads_back_to_uniform(policy_gradient):
-    """Inside the reward it is (β·H)·ln π of the density, of which the mean is -β·H² and its gradient, with that of the draws, -β·H·∇H: H rises to 0."""
+    """Inside the reward it is (β·H)·ln π of the density. Its mean gradient, with that of the draws, is -β·H·∇H, so H rises to 0."""
     n, beta = 20_000, 0.01
     clock = nc.Clock("linear", nc.Adaptive.released(entropy=beta))
     _, gradient = policy_gradient(clock.sampler, clock.sampler, n, torch.zeros(n))

@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from noiseclock.core.record import Record
 from noiseclock.core.streams import independent, places
 from noiseclock.core.weightings import WEIGHTINGS
 from small_loops import FIXED, Denoiser, Probing, data
+
+# that a correction to uniform rests on a few huge weights does not make it wrong
+pytestmark = pytest.mark.filterwarnings("ignore:.*less than a hundredth as often")
 
 # --- draw and loss -----------------------------------------------------------------------------------------------------------------------
 
@@ -411,6 +415,27 @@ EARLY, LATE = nc.Truncated(nc.Uniform(), 0.0, 0.5), nc.Truncated(nc.Uniform(), 0
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "share"),
+    [(nc.LogNormal(), "26%"), (nc.LogSNRNormal(-6, 0.5), "76%"), (nc.LogitNormal(), None), (nc.Mixture(nc.LogNormal(), floor=0.1), None)],
+)
+def test_a_correction_that_a_few_huge_weights_decide_is_warned_of(sampler, share):
+    """The share of the steps that are drawn less than a hundredth as often as under the base, counted here one by one."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        clock = nc.Clock("linear", sampler, correct="importance")
+    log_p = clock.sampler.log_pmf(torch.arange(1000), 1000)
+    rare = sum(0.001 / math.exp(each) > 100 for each in log_p.tolist()) / 1000
+    assert [f"draws {rare:.0%} of the base, Uniform, less than a hundredth" in str(one.message) for one in told] == ([True] if share else [])
+    assert f"{rare:.0%}" == share or rare < 0.05
+
+
+def test_a_target_is_float32_at_least():
+    b = nc.Clock("linear", "uniform", objective="x0").draw(data().bfloat16())
+    assert b.target.dtype == torch.float32
+    assert b.x_t.dtype == torch.bfloat16
 
 
 def test_a_thousand_betas_are_not_said():

@@ -104,6 +104,25 @@ def test_of_two_schedules_with_many_betas_the_difference_is_shown(changed):
     assert len(str(refused.value)) < 500
 
 
+def test_betas_that_another_processor_rounded_otherwise_are_the_same():
+    """A diffusers scheduler computes them in float32, whose last digits depend on the processor's vector instructions."""
+    betas = torch.linspace(1e-4, 0.02, 1000)
+    state = nc.Clock(nc.schedule("betas", betas=betas), "uniform").state_dict()
+    other = betas * (1 + 2e-7 * torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(betas, other)
+    nc.Clock(nc.schedule("betas", betas=other), "uniform").load_state_dict(state)
+    with pytest.raises(ValueError, match="its seed is 1234567, this one's is 1234568"):  # whole numbers are exact
+        nc.Clock("linear", "uniform", seed=1234568).load_state_dict(nc.Clock("linear", "uniform", seed=1234567).state_dict())
+
+
+def test_a_damaged_density_is_refused():
+    clock = nc.Clock("linear", "loss-second-moment")
+    state = clock.state_dict()
+    state["sampler"]["pmf"] = torch.zeros(64, dtype=torch.float64)
+    with pytest.raises(ValueError, match="LossSecondMoment: the state is damaged: its probabilities add up to 0"):
+        clock.load_state_dict(state)
+
+
 def test_state_survives_torch_save_and_a_second_save_before_any_draw(tmp_path):
     clock = nc.Clock("linear", "speed")
     clock.draw(data())
@@ -147,6 +166,8 @@ def test_a_foreign_or_truncated_state_is_refused_and_nothing_changes():
         ({**good, "record": {}}, "50 bins"),
         ({**good, "noise": {"rank": 0}}, "noise is incomplete"),
         ({**good, "noise": {**good["noise"], "state": good["noise"]["state"].float()}}, "noise is incomplete"),  # all tensors cast, as of a model
+        ({**good, "noise": {**good["noise"], "state": good["noise"]["state"][:100]}}, "noise is damaged"),
+        ({**good, "record": {"sums": torch.full((3, 50), math.nan)}}, "record of losses in the state holds values that are not finite"),
         ({**good, "setup": None}, "not a complete state of a Clock: its setup is None"),
         ({**good, "record": [1]}, r"not a complete state of a Clock: its record is \[1\]"),
         ({**good, "draws": "x"}, "invalid literal"),

@@ -10,7 +10,10 @@ from noiseclock.core.later import Later
 from noiseclock.core.weightings import WEIGHTINGS
 from small_loops import FIXED
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*less than a hundredth as often"),
+]
 
 every_sampler = pytest.mark.parametrize("sampler", FIXED, ids=repr)
 

@@ -134,5 +134,11 @@ def test_the_objective_follows_the_scheduler_and_a_contradiction_is_an_error():
         assert nc.Clock(diffusers.DDPMScheduler(prediction_type=theirs), "uniform").objective.name == ours_
     assert nc.Clock(diffusers.FlowMatchEulerDiscreteScheduler(), "uniform").objective.name == "flow"
     assert nc.Clock(diffusers.EDMEulerScheduler(sigma_data=1.0), "uniform").objective == nc.objective("edm", sigma_data=1.0)
+    edm = diffusers.EDMEulerScheduler(sigma_data=1.0)
+    assert nc.Clock(edm, "uniform", objective="edm").objective == nc.objective("edm", sigma_data=1.0)  # by name: with the scheduler's settings
+    with pytest.raises(
+        ValueError, match=r"objective=Preconditioned\(sigma_data=0.25\), but the EDMEulerScheduler .* Preconditioned\(sigma_data=1.0\)"
+    ):
+        nc.Clock(edm, "uniform", objective=nc.objective("edm", sigma_data=0.25))
     with pytest.raises(ValueError, match="objective='eps', but the DDPMScheduler is set to predict 'v'"):
         nc.Clock(diffusers.DDPMScheduler(prediction_type="v_prediction"), "uniform", objective="eps")

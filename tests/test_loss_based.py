@@ -276,6 +276,40 @@ def test_published_is_the_published_formula(refresh):
     assert sampler.skipped == lost
 
 
+@pytest.mark.parametrize("base", [nc.Truncated(nc.Uniform(), 0.3, 1.0), nc.Beta(4.0, 1.0)], ids=["truncated", "hardly ever drawn"])
+def test_a_history_does_not_wait_for_steps_that_the_base_leaves_out(base):
+    """Of 20 steps 6 are never drawn, or the first three, which hold 0.05 % of the base, hardly ever. The others have the published density."""
+    setting = Setting(SMALL, nc.objective("eps"), nc.Constant(), base, True)
+    sampler, generator = LossHistory(length=3).bind(setting), torch.Generator().manual_seed(0)
+    mass = setting.base.log_pmf(torch.arange(20), 20).exp()
+    for update in range(1, 41):
+        step = torch.multinomial(mass, 256, replacement=True, generator=generator)
+        sampler.update(batch_at(SMALL.time_of(step)), 1.0 + step)
+        sampler.advance(update)
+    often = mass > 1e-3
+    pmf, price = log_pmf(sampler, 20).exp(), 1.0 + torch.arange(20)
+    learned = (pmf - sampler.floor * mass)[often]
+    assert torch.allclose(learned / learned.sum(), (mass * price)[often] / (mass * price)[often].sum(), rtol=1e-9)
+    assert (pmf[mass == 0] < 1e-12).all()
+
+
+def test_errors_in_a_buffer_that_is_filled_anew_are_kept():
+    """A captured or compiled model may give its output in the same memory every time, and losses wait on the clock."""
+    clocks = [nc.Clock("linear", LossSecondMoment(refresh=5, warmup=1)) for _ in range(2)]
+    buffer = torch.zeros(64, requires_grad=True).clone()
+    for _ in range(5):
+        for clock, reused in zip(clocks, (False, True), strict=True):
+            b = clock.draw(torch.zeros(64, 2))
+            errors = (1 - b.time).float()
+            with torch.no_grad():
+                buffer.copy_(errors)
+            clock.weigh(b, buffer if reused else errors)
+            if reused:
+                buffer.detach().zero_()
+            clock.updated()
+    assert torch.equal(*(clock.sampler.state_dict()["pmf"] for clock in clocks))
+
+
 @pytest.mark.parametrize("make", [LossSecondMoment, LossEMA, LossSecondMoment.published])
 def test_corrected_losses_stay_unbiased(make):
     """While the density changes, the mean of corrected losses is the objective's: within five standard errors, over 150 batches of 256."""

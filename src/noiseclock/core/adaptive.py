@@ -408,6 +408,13 @@ class Adaptive(Sampler):
         rows = self._queue.rows
         if self.select == "all" or len(rows) < self.queue:
             return
+        if not rows.any():
+            self._health.warn(
+                "prices",
+                f"Adaptive: in {self.queue} probes the optimiser's updates changed no loss, so nothing can be learned; pass the model that it trains "
+                "as predict=, not a copy of it such as averaged weights",
+            )
+            return
         generator = torch.Generator("cpu").manual_seed(0)
         random = torch.stack([torch.randperm(rows.shape[1], generator=generator, device="cpu")[: self.count] for _ in range(20)])
         by_chance = r_squared(rows, random).sort().values[10]

@@ -58,7 +58,7 @@ def noised(schedule: Schedule, objective: Objective, x0: Tensor, noise: Tensor, 
     """The model's input for x0 (B, ...) at times (B,), in the dtype of x0, and its target, float32 at least."""
     level = schedule.level(time)
     a, s = column(level.a2.sqrt(), x0), column(level.s2.sqrt(), x0)
-    return objective.model_input(a * x0 + s * noise, a, s).to(x0.dtype), objective.target(x0, noise, a, s)
+    return objective.model_input(a * x0 + s * noise, a, s).to(x0.dtype), objective.target(x0, noise, a, s).to(a.dtype)
 
 
 def call(predict: Predict, x_t: Tensor, t: Tensor, cond: Any) -> Tensor:

@@ -104,6 +104,11 @@ class Chance:
         noise = state["noise"]
         if noise and (set(noise) != {"device", "rank", "world_size", "state"} or getattr(noise["state"], "dtype", None) is not torch.uint8):
             raise ValueError("the state of the noise is incomplete: it must hold device, rank, world_size and a state of bytes")
+        if noise and (noise["device"] == "cpu" or torch.cuda.is_available()):
+            try:
+                torch.Generator(noise["device"]).set_state(noise["state"].cpu())
+            except RuntimeError as error:
+                raise ValueError(f"the state of the noise is damaged: {error}") from error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""

@@ -9,6 +9,7 @@ Between `draw` and `loss` nothing is read back from the device and no random num
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from torch.utils.data import get_worker_info
 from noiseclock.core import names, ranks
 from noiseclock.core.batch import Batch, Draw, Predict, at_least_float32, call, check_batch, noised
 from noiseclock.core.chance import Chance
-from noiseclock.core.checks import choose, take_whole, told_apart, without_address
+from noiseclock.core.checks import alike, choose, take_whole, told_apart, without_address
 from noiseclock.core.eager import eager
 from noiseclock.core.health import Health, warn
 from noiseclock.core.objectives import Objective, squared_error
@@ -139,6 +140,24 @@ class Clock:
                 f"importance correction needs a sampler that covers the base: {self.sampler} covers [{lo:g}, {hi:g}] only, {self.base} reaches over "
                 f"[{base_lo:g}, {base_hi:g}]; mix the sampler with the base (Mixture), restrict the base, or pass correct='none'"
             )
+        # learned densities begin at the base, and look after themselves
+        if self.corrected and (share := self._hardly_drawn()) > 0.05:
+            self._health.warn(
+                "hardly drawn",
+                f"{type(self.sampler).__name__} draws {share:.0%} of the base, {type(self.base).__name__}, less than a hundredth as often as the "
+                "objective means, so a few huge weights decide the gradient, and what is never drawn is not trained; mix the sampler with the base "
+                "(Mixture), or pass correct='none'",
+            )
+
+    def _hardly_drawn(self) -> float:
+        """The share of the base where the importance weight base/p is above 100."""
+        if isinstance(self.schedule, Discrete):
+            step, steps = torch.arange(self.schedule.steps, device="cpu"), self.schedule.steps
+            base, p = (density.log_pmf(step, steps) for density in (self.base, self.sampler))
+            return float(base.exp()[base - p > math.log(100)].sum())
+        return float(
+            mean_under(self.base, self.schedule, lambda time: (self.base.log_prob(time) - self.sampler.log_prob(time) > math.log(100)).double())
+        )
 
     # --- the step -----------------------------------------------------------------------------------------------------------------------
 
@@ -498,9 +517,9 @@ class Clock:
         if state["version"] != VERSION:
             raise ValueError(f"the state has version {state['version']}, but this library reads version {VERSION} only")
         for part, mine in self._setup().items():
-            theirs = state["setup"].get(part)
-            if theirs != mine:
-                theirs, mine = told_apart(str(theirs), str(mine))
+            theirs, mine = str(state["setup"].get(part)), str(mine)
+            if not alike(theirs, mine):
+                theirs, mine = told_apart(theirs, mine)
                 raise ValueError(f"the state belongs to another clock: its {part} is {theirs}, this one's is {mine}")
         choose("autocast of the state", state.get("autocast", ""), AUTOCAST)
         self._chance.check(state)

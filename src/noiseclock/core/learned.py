@@ -240,6 +240,9 @@ class LearnedDensity(Sampler):
         if set(state) != set(mine):
             raise ValueError(f"{name}: its state must hold {', '.join(sorted(mine))}, got {', '.join(sorted(map(str, state))) or 'nothing'}")
         self._buffers.check(state, name)
+        pmf = state["pmf"]
+        if pmf.device.type != "meta" and not (bool((pmf >= 0).all()) and abs(float(pmf.sum()) - 1) < 1e-6):  # float32 on some devices
+            raise ValueError(f"{name}: the state is damaged: its probabilities add up to {float(pmf.sum()):g}")
         counters = {key: state[key] for key in self._counters()}
         for key, value in counters.items():
             if isinstance(value, bool) or not isinstance(value, int):

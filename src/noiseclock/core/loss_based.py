@@ -32,6 +32,7 @@ from noiseclock.core.table import cell, widen
 
 MOST_WAITING = 64  # batches that wait before they are added to the buffers
 ENOUGH = 0.9  # the share of the base that must be known before the density leaves it
+RARE = 0.5  # the share of the base in steps that LossHistory does not wait for, in units of 1/steps: under a uniform base it waits for all
 
 
 class LossBased(LearnedDensity):
@@ -87,7 +88,7 @@ class LossBased(LearnedDensity):
         if losses.is_cuda and torch.cuda.is_current_stream_capturing():
             self._note(batch.time, batch.weight, losses)
             return
-        self._waiting.append((batch.time, batch.weight, losses))
+        self._waiting.append((batch.time, batch.weight, losses.clone()))  # errors of the user's own may be in a buffer that the next batch fills
         if len(self._waiting) == MOST_WAITING:
             self._flush()
 
@@ -254,8 +255,8 @@ class LossHistory(LossBased):
     """p = (1-floor)·p* + floor·base with p* ∝ base·√(mean of ℓ² over the last `length` losses of the step), for discrete steps.
 
     With the uniform base this is improved-diffusion's LossSecondMomentResampler, a baseline: the bins of LossSecondMoment are known far sooner. It
-    makes no extra passes. The density is the base until every step has seen `length` losses, at least 10,000 in total with 1000 steps. Between
-    refreshes each rank keeps the last `length` losses of a step; a refresh joins them in the order of the ranks.
+    makes no extra passes. The density is the base until every step that the base draws has seen `length` losses, at least 10,000 in total with 1000
+    steps. Between refreshes each rank keeps the last `length` losses of a step; a refresh joins them in the order of the ranks.
     """
 
     length: int = 10
@@ -338,7 +339,10 @@ class LossHistory(LossBased):
             passed.add_(kept[:, 0])
         pending.zero_()
         waiting.zero_()
-        self.set_density_(self._base_cells() * history.square().mean(1).sqrt(), (passed >= self.length).all())
+        base, known, price = self._base_cells(), passed >= self.length, history.square().mean(1).sqrt()
+        # a step that the base never or hardly ever draws, as outside a truncated base, need not be known; its price is the mean of the others
+        price = torch.where(known, price, (price * known).sum() / known.sum().clamp(min=1))
+        self.set_density_(base * price, (base * ~known).sum() < RARE / self.cells)
 
 
 def between_known(values: Tensor, known: Tensor) -> Tensor:

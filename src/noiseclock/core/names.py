@@ -138,7 +138,10 @@ def objective(given: str | Objective | None, source: Any, schedule: Schedule) ->
     told = objective_of_diffusers(source)
     if given is None:
         return told or make_objective("flow" if isinstance(schedule, Flow) else "edm" if isinstance(schedule, EDM) else "eps")
+    if told is not None and given == told.name:
+        return told  # with the scheduler's settings, such as its sigma_data
     chosen = make_objective(given)
-    if told is not None and chosen.name != told.name:
-        raise ValueError(f"objective={chosen.name!r}, but the {type(source).__name__} is set to predict {told.name!r}; change one of them")
+    if told is not None and (chosen.name != told.name or (type(chosen) is type(told) and chosen != told)):
+        mine, its = (repr(chosen.name), repr(told.name)) if chosen.name != told.name else (chosen, told)
+        raise ValueError(f"objective={mine}, but the {type(source).__name__} is set to predict {its}; change one of them")
     return chosen

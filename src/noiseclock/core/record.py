@@ -72,6 +72,8 @@ class Record:
         sums = state.get("sums")
         if not isinstance(sums, Tensor) or sums.shape != self._sums.shape:
             raise ValueError(f"the record of losses in the state must have {self.bins} bins")
+        if sums.device.type != "meta" and not bool(sums.isfinite().all()):
+            raise ValueError("the record of losses in the state holds values that are not finite")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)
