@@ -55,6 +55,39 @@ def test_the_density_becomes_the_variance_of_separate_parameters():
     assert np.abs(np.mean(found, 0) / expected(0.1) - 1).max() < 0.10
 
 
+class Small(Separate):
+    """With memory for the gradients of four samples."""
+
+    def __init__(self) -> None:
+        super().__init__(VALUES)
+        self.sizes: list[int] = []
+
+    def forward(self, x_t, t):
+        if not self.training:
+            self.sizes.append(len(x_t))
+            if len(x_t) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x_t, t)
+
+
+@pytest.mark.parametrize("rows", [None, 4, 3])
+def test_no_more_rows_than_memory_has_and_the_same_variance(rows):
+    """Rows that memory lacks were asked for, whatever `probe_rows` was: training stopped at the first estimate."""
+    sampler = GradientVariance(bins=STEPS, samples=1600, pairs=50, every=1, floor=0.1)
+    clock, optimizer = still(sampler, model := Small(), probe_rows=rows)
+    if rows is None:
+        with pytest.warns(UserWarning, match="ran out of memory; it continues with [84] samples at a time") as told:
+            train(clock, model, optimizer, 1, data(512))
+        assert (len(told), clock.probe_rows, model.sizes[:3]) == (2, 4, [16, 8, 4])
+        model.sizes.clear()
+    train(clock, model, optimizer, 1, data(512))  # warnings are errors here
+    least = rows or 4
+    assert set(model.sizes) == {least}
+    assert len(model.sizes) * least == pytest.approx(1600 * STEPS, rel=0.01)  # as many samples as with enough memory
+    # κ's part as in the density's test: the mean of half as many samples
+    assert np.abs(clock.plot_data().p / STEPS / expected(0.1) - 1).max() < 0.15 * math.sqrt(2)
+
+
 def test_refreshed_every_so_many_updates():
     clock, optimizer = still(GradientVariance(bins=4, samples=8, every=3), model := Separate(VALUES))
     seen = [clock.plot_data().p]

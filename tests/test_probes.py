@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,13 +136,13 @@ def test_the_model_is_found_behind_any_predict_and_left_as_it_was(kind):
     }[kind]
     model.train()
     model.net[3].eval()  # a flag that differs from its parent's must come back too
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = nc.Clock("linear", Probing()).attach(optimizer, model=model if kind == "named" else None)
     clock.draw(data(), predict=predict)
     assert torch.equal(clock.sampler.seen[0][1], clock.sampler.seen[0][2])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert not model.net[3].training
     assert all(p.grad is None for p in model.parameters())
@@ -387,6 +388,115 @@ def test_a_probe_after_the_update_that_runs_out_of_memory_is_remembered_too(samp
     assert len(told) == 2  # both in the first probe: to 8 or 5 rows, then to 4 or 3
     assert clock.probe_rows == {16: 4, 10: 3}[samples]
     assert clock.sampler.probes == 4
+
+
+class Recomputing(Denoiser):
+    """Recomputes activations in training mode only, as most models do: with gradients in evaluation mode memory is for a few samples."""
+
+    def __init__(self, memory, least=1):
+        super().__init__()
+        self.memory, self.least, self.sizes = memory, least, []
+
+    def forward(self, x, t):
+        if torch.is_grad_enabled() and not self.training:
+            self.sizes.append((len(x), t.unique().numel()))
+            if len(x) > self.memory:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        if len(x) < self.least:
+            raise ValueError("too few")
+        return super().forward(x, t)
+
+
+def with_a_learned_weight(model, sampler, predict=None, rows=None):
+    """A clock after two updates; its optimiser trains something that is no part of the model, so the first probe looks for what predict uses."""
+    weighting = nc.Uncertainty()
+    optimizer = torch.optim.Adam([*model.parameters(), *weighting.parameters()])
+    clock = nc.Clock("linear", sampler, weighting, probe_rows=rows).attach(optimizer, model=model)
+    predict = model if predict is None else predict
+    for _ in range(2):
+        b = clock.draw(data(), predict=predict)
+        clock.loss(b, predict(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert clock.sampler.probes == 2
+    return clock
+
+
+@pytest.mark.parametrize(("memory", "least"), [(4, 1), (2, 2)])
+def test_what_the_loss_depends_on_is_seen_in_two_samples_at_two_times(memory, least):
+    model = Recomputing(memory, least)
+    clock = with_a_learned_weight(model, nc.VarianceOptimal(every=1))  # warnings are errors here
+    assert model.sizes == [(2, 2)]
+    assert clock.probe_rows is None
+
+
+def test_memory_for_one_sample_with_gradients_does_not_limit_the_passes_without():
+    model = Recomputing(1)
+    with pytest.warns(UserWarning, match="ran out of memory; it continues with 1 samples"):
+        clock = with_a_learned_weight(model, nc.VarianceOptimal(every=1))
+    assert (model.sizes, clock.probe_rows) == ([(2, 2), (1, 1)], None)
+    one = Recomputing(1)
+    with_a_learned_weight(one, nc.VarianceOptimal(every=1), rows=1)
+    assert one.sizes == [(1, 1)]
+
+
+@pytest.mark.parametrize("how", ["model", "inside"])
+def test_two_samples_compile_nothing(how):
+    """After another size torch.compile would make the size a variable, in all that it compiles later."""
+    torch.compiler.reset()
+    compiled, model = [], Denoiser()
+
+    def backend(graph, inputs):
+        compiled.append(sorted({str(x.shape[0]) for x in inputs if isinstance(x, torch.Tensor) and x.shape[-1:] == (2,)} - {"2"}))
+        return graph
+
+    fast = torch.compile(model, backend=backend)
+    with_a_learned_weight(model, nc.VarianceOptimal(every=1, samples=16), fast if how == "model" else lambda x, t: fast(x, t))
+    assert compiled == [["16"]] * 2  # in training, and in evaluation mode
+
+
+def test_a_model_that_takes_a_whole_batch_only_is_probed_with_one():
+    model, fill = Denoiser(), torch.zeros(16, 2).copy_
+    with_a_learned_weight(model, nc.VarianceOptimal(every=1, samples=16), lambda x, t: model(fill(x).clone(), t))
+
+
+def _choices(rank: int, port: int, results) -> None:
+    """What a model draws in probes, as it is and sharded, when the generators of the ranks differ."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Drawing(Denoiser):
+        def forward(self, x, t):
+            if not self.training:
+                seen.append((random.random(), np.random.random(), float(torch.rand(()))))  # noqa: NPY002
+            return super().forward(x, t)
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        for how in ("replica", "sharded"):
+            torch.manual_seed(0)
+            seen: list[tuple[float, ...]] = []
+            model = fully_shard(Drawing()) if how == "sharded" else Drawing()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            clock = nc.Clock("linear", Probing()).attach(optimizer)
+            for step in range(4):
+                random.seed(10 * step + rank)
+                np.random.seed(10 * step + rank)  # noqa: NPY002
+                torch.manual_seed(10 * step + rank)
+                train(clock, model, optimizer, steps=1)
+            results[how, rank] = seen
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_share_a_model_choose_alike(free_port):
+    """All of them gather the parameters of a block, or none does. Replicas choose by themselves; each probe chooses anew, once for its passes."""
+    results = on_two(_choices, free_port)
+    for how in ("replica", "sharded"):
+        for rank in range(2):
+            first, second = results[how, rank][:3], results[how, rank][3:]
+            assert (len(set(first)), len(set(second)), first[0] != second[0]) == (1, 1, True), (how, rank)
+    assert results["sharded", 0] == results["sharded", 1]
+    assert all(a != b for one, other in zip(results["replica", 0], results["replica", 1], strict=True) for a, b in zip(one, other, strict=True))
 
 
 def _sharded(rank: int, port: int, results) -> None:

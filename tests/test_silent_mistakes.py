@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import noiseclock as nc
-from noiseclock.core.conditioning import take_rows
+from noiseclock.core.conditioning import take_rows, tensors_in
 from noiseclock.core.likelihood import decoder_term
 from noiseclock.core.optimizers import metric
 from noiseclock.core.probes import full_precision
@@ -74,6 +76,77 @@ def test_holders_of_tensors_stay_what_they_are_and_hold_some_rows(kind):
     assert type(found) is type(given)
     assert (found.y.tolist(), found.array.tolist(), found.name) == ([3, 0], [3, 0], "all")
     assert given.y.tolist() == [0, 1, 2, 3, 4]
+
+
+class Held:
+    def __init__(self, **parts):
+        self.__dict__ |= parts
+
+    def tokens(self):
+        return self.parts["text"]
+
+
+class Called(Held):
+    def __call__(self):
+        return self.y
+
+
+@pytest.mark.parametrize(
+    ("given", "get"),
+    [
+        (Held(parts={"text": torch.arange(5)}), lambda c: c.parts["text"].tolist()),
+        (Held(parts=[torch.arange(5), torch.zeros(5, 2)]), lambda c: c.parts[0].tolist()),
+        (Called(y=torch.arange(5)), lambda c: c().tolist()),
+        (Held(captions=list("01234")), lambda c: [int(text) for text in c.captions]),
+        (Held(inner=Held(inner=[{"y": Held(y=np.arange(5))}])), lambda c: c.inner.inner[0]["y"].y.tolist()),
+    ],
+    ids=["mapping", "list", "called", "captions", "deep"],
+)
+def test_holders_are_looked_into_to_any_depth(given, get):
+    """They were passed on as they are: as many rows as a probe's, but of other samples."""
+    found = take_rows({"c": given}, torch.tensor([3, 0]), 5)["c"]
+    assert (type(found), get(found), get(given)) == (type(given), [3, 0], [0, 1, 2, 3, 4])
+
+
+def test_a_circle_of_references_comes_to_an_end():
+    given = Held(y=torch.arange(5), name="all")
+    given.itself, given.parts = given, {"of": given, "listed": [1, 2]}
+    given.parts["parts"] = given.parts
+    found = take_rows(given, torch.tensor([3, 0]), 5)
+    assert found.itself is found.parts["of"] is found is not given
+    assert (found.y.tolist(), given.y.tolist(), found.name) == ([3, 0], [0, 1, 2, 3, 4], "all")
+    assert [x.tolist() for x in tensors_in(given)] == [[0, 1, 2, 3, 4]]
+
+
+def test_what_is_no_data_stays_what_it_is():
+    """Modules, also between tensors, functions with tensors, classes, and objects without any rows of the batch."""
+    encoder, other = nn.Linear(5, 5), Held(table=torch.zeros(7), name="table")
+    encoder.note = torch.arange(5)
+
+    def function():
+        return function.table
+
+    function.table = torch.arange(5)
+    kind = type("Kind", (), {"table": torch.arange(5)})
+    given = Held(y=torch.arange(5), parts=[encoder, function, kind, other])
+    found = take_rows(given, torch.tensor([3, 0]), 5)
+    assert all(a is b for a, b in zip(found.parts, given.parts, strict=True))
+    assert [*map(len, (encoder.note, function.table, kind.table, other.table))] == [5, 5, 5, 7]
+    assert take_rows(encoder, torch.tensor([3, 0]), 5) is encoder
+
+
+def test_a_tensor_that_stayed_on_the_host_is_indexed_there():
+    """torch refuses indices on a GPU for it; fake tensors, which need no GPU, do not."""
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.__getitem__ and args[1].device.type == "cuda":
+                raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor")
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Refusing():
+        found = take_rows({"y": torch.arange(5)}, torch.tensor([3, 0], device="cuda"), 5)["y"]
+    assert (found.device.type, found.shape) == ("cpu", (2,))
 
 
 def test_a_tuple_of_numbers_is_of_the_samples_if_it_is_long():

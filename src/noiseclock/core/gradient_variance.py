@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from noiseclock.core.learned import LearnedDensity
 from noiseclock.core.loss_based import between_known
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.optimizers import trained
-from noiseclock.core.probes import Probe, uncached, undisturbed
+from noiseclock.core.probes import Probe, uncached
 from noiseclock.core.table import wide
 
 
@@ -37,6 +38,7 @@ class GradientVariance(LearnedDensity):
     in p.
 
     An estimate takes 2·bins·pairs backward passes of samples/(2·pairs) rows: by default 2048 samples, as many as 16 training steps at batch 128.
+    With a smaller `probe_rows`, or if memory runs out, there are more pairs of fewer rows.
     Estimates that are not finite are left out and counted in `skipped`; a bin with no finite estimate keeps its old value.
     """
 
@@ -85,9 +87,16 @@ class GradientVariance(LearnedDensity):
         """Make a new estimate. This happens after the update, because a clock expects the density to change then."""
         self._move_(probe.x0.device)
         # the last batch of an epoch may differ in size between ranks, but all ranks must make the same number of passes
-        half, pairs = split(self.samples, self.pairs, ranks.least(len(probe.x0), probe.x0.device))
-        time = (torch.arange(self.bins * pairs, dtype=torch.float64, device="cpu") + 0.5) / (self.bins * pairs)
-        found = gradient_moments(probe, time, half)[0].reshape(self.bins, pairs)
+        size = ranks.least(len(probe.x0), probe.x0.device)
+        few = copy(probe)
+        few.rows = min(probe.rows, split(self.samples, self.pairs, size)[0])  # if memory runs out, half of what it takes
+
+        def measure() -> Tensor:
+            half, pairs = split(self.samples, self.pairs, min(size, 2 * few.rows))
+            time = (torch.arange(self.bins * pairs, dtype=torch.float64, device="cpu") + 0.5) / (self.bins * pairs)
+            return gradient_moments(few, time, half)[0].reshape(self.bins, pairs)
+
+        found = few.within_memory(measure)
         finite = found.isfinite()
         count, total, lost = ranks.total(torch.stack([finite.to(found.dtype), torch.where(finite, found, 0.0), (~finite).to(found.dtype)]).sum(2))
         variance, estimates = self._buffers["variance"], self._buffers["estimates"]
@@ -143,7 +152,7 @@ def gradient_moments(probe: Probe, time: Tensor, half: int) -> Tensor:
         for module in probe.modules:
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
-        stack.enter_context(undisturbed(probe.resting, probe.x0.device))
+        stack.enter_context(probe.at_rest())
         stack.enter_context(uncached(probe.x0.device, autocast))
         for i, t in enumerate(time.to(probe.x0.device, wide(probe.x0.device))):
             # every time gets other samples and, shifted by i, other noises for them; no half holds a sample or a noise twice

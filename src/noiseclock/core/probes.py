@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any, TypeVar
 
@@ -14,24 +14,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from noiseclock.core import ranks
 from noiseclock.core.batch import Predict, call, noised
 from noiseclock.core.conditioning import map_tensors, take_rows
 from noiseclock.core.health import warn
 from noiseclock.core.objectives import Objective, squared_error
 from noiseclock.core.ranks import sharded
 from noiseclock.core.schedules import Schedule
+from noiseclock.core.streams import GOLDEN, finalize
 from noiseclock.core.table import lasting, wide
 
 Measured = TypeVar("Measured")
 HALF = (torch.bfloat16, torch.float16)
+FEW = 2  # samples that show which parameters a loss depends on
 MIXED = re.compile(r"\bd?type\b.*([Ff]loat|[Hh]alf)", re.DOTALL)  # in torch's errors about tensors of different precision
 
 
 @contextmanager
-def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+def undisturbed(modules: list[nn.Module], device: torch.device, seed: int | None = None) -> Iterator[None]:
     """Evaluation mode without gradients; training flags and random states, also those of Python and numpy, are restored afterwards.
 
-    So two passes of one probe that draw random numbers draw the same ones.
+    seed: of the generators meanwhile; None to go on from where they are.
     """
     flags = {module: module.training for root in modules for module in root.modules()}
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that a user's model may draw from
@@ -39,12 +42,23 @@ def undisturbed(modules: list[nn.Module], device: torch.device) -> Iterator[None
         try:
             for module in flags:
                 module.training = False
+            if seed is not None:
+                _seed(seed, device)
             yield
         finally:
             for module, flag in flags.items():
                 module.training = flag
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed the generators that `undisturbed` restores; torch.manual_seed would seed those of all GPUs."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 @contextmanager
@@ -81,8 +95,8 @@ class Probe:
     weights and the same autocast (a dtype or None), but in evaluation mode: `modules`, the trained ones, and `others` that run beside them. All
     forward passes have one size, so that nothing recompiles: the batch size, which needs no more memory than a training step, or equal parts of at
     most `rows` samples. If memory still runs out, `rows` is halved until it suffices. optimizers: the model's, if known. seed: of the random numbers
-    that a sampler needs besides the noise, another one for each probe, rank and seed of the clock. lost: was the update skipped? (0-d, bool) on the
-    device, if only the device knows; None if the update was made.
+    that a sampler needs besides the noise, and of the model's own, which are the same before and after; another one for each probe, rank and seed of
+    the clock. lost: was the update skipped? (0-d, bool) on the device, if only the device knows; None if the update was made.
     """
 
     def __init__(
@@ -112,6 +126,9 @@ class Probe:
         self.autocast, self.rows, self._filled_up = autocast, rows or len(noise), rows is None
         self.lowered: list[int] = []  # `rows` each time that memory ran out; copies of a probe share this list
         self.optimizers, self.seed = optimizers, seed
+        self._chance = finalize(seed + GOLDEN) // 2  # hashed: the sampler draws with the plain seed
+        if self._sharded:  # a model that skips a block by chance must skip it on all ranks, because they gather its parameters together
+            self._chance = int(ranks.from_first(torch.tensor(self._chance, device=x0.device)))
         self.lost: Tensor | None = None
         self._exact = False
         self._wide = not any(p.dtype in HALF for module in modules for p in module.parameters())
@@ -142,15 +159,33 @@ class Probe:
         return self.within_memory(lambda: self._losses(time, rows, noise_rows))
 
     def used(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter] | None:
-        """Those parameters that the model's loss depends on; None if it cannot be seen, as of a replayed graph or a sharded model."""
-        rows = torch.arange(min(self.rows, len(self.x0)), device=self.x0.device)
-        with undisturbed(self.resting, self.x0.device), self._as_in_training(), torch.enable_grad():
-            loss = self._chunk(torch.full_like(rows, 0.5, dtype=wide(rows.device)), rows, rows).sum()
-            if not loss.requires_grad or sharded(parameters):
-                return None
+        """Those parameters that the model's loss depends on; None if it cannot be seen, as of a replayed graph or a sharded model.
+
+        The graph of the loss tells, so few rows suffice. They must be few: a gradient in evaluation mode keeps all activations, because most models
+        recompute them in training mode only. Two, because some models cannot take one. They may not reach every expert of a mixture, but the experts
+        that they reach have the same optimiser.
+        """
+        if sharded(parameters):
+            return None
+        few = copy(self)
+        few.rows = min(FEW, self.rows, len(self.x0))
+        few.lowered = []  # passes without gradients have memory for more
+        few.predict = getattr(self.predict, "_orig_mod", self.predict)
+        return few.within_memory(lambda: few._used(parameters))
+
+    def _used(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter] | None:
+        rows = torch.arange(self.rows, device=self.x0.device)
+        time = (rows.to(wide(rows.device)) + 0.5) / self.rows  # not one for all: there may be experts for noise levels
+        # a compiled model would recompile for this size, and then for changing sizes
+        with self.at_rest(), self._as_in_training(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             try:
+                loss = self._chunk(time, rows, rows).sum()
+                if not loss.requires_grad:
+                    return None
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            except RuntimeError:  # as of reentrant checkpoints
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # as of reentrant checkpoints, or of a model that takes a whole batch only
                 return None
         return [p for p, gradient in zip(parameters, found, strict=True) if gradient is not None]
 
@@ -161,7 +196,7 @@ class Probe:
                 return measure()
             except torch.OutOfMemoryError:
                 # the ranks of a sharded model must make the same number of passes, so one rank alone cannot change its chunk size
-                if self.rows == 1 or any(hasattr(p, "device_mesh") for module in self.modules for p in module.parameters()):
+                if self.rows == 1 or self._sharded:
                     raise
             self.rows = -(-self.rows // 2)
             self.lowered.append(self.rows)
@@ -171,7 +206,7 @@ class Probe:
         found = []
         parts = -(-len(time) // self.rows)
         size = self.rows if self._filled_up else -(-len(time) // parts)
-        with undisturbed(self.resting, self.x0.device), self._as_in_training():
+        with self.at_rest(), self._as_in_training():
             for part in range(parts):
                 # the last chunk is filled up with the first rows, so that every forward pass has the same shape
                 chosen = torch.arange(part * size, (part + 1) * size, device=time.device) % len(time)
@@ -193,6 +228,14 @@ class Probe:
         if autocast is None and self._wide:
             given = map_tensors(lambda x: x.float() if x.dtype in HALF else x, given)
         return given[0], self.schedule.condition(time), given[1], target
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """`undisturbed`, with the same random numbers each time: a difference between two passes is then one of the model."""
+        return undisturbed(self.resting, self.x0.device, self._chance)
+
+    @property
+    def _sharded(self) -> bool:
+        return any(sharded(list(module.parameters())) for module in self.modules)
 
     def _as_in_training(self) -> Any:
         if self._exact:

@@ -21,7 +21,9 @@ from noiseclock.core.conditioning import has_rows
 
 MOST = 100  # items of a sequence or mapping that are looked at
 LIMIT = 10_000  # values that are looked at
-Parts = Iterator[tuple[str, Any, frozenset[str]]]  # a name, a value, and the attributes that the code which refers to it names
+READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+Named = tuple[tuple[str, bool], ...]  # the attributes that code names, in its order: the name, and is it read first, not stored?
+Parts = Iterator[tuple[str, Any, Named]]  # a name, a value, and what the code names that refers to it
 
 
 def modules_of(predict: Any) -> list[nn.Module]:
@@ -70,12 +72,12 @@ def told(names: list[str]) -> str:
 def reached(predict: Any) -> list[tuple[str, Any]]:
     """The names and values that a callable refers to: in closures, globals, defaults, partials and attributes, and through helpers; each value once.
 
-    Modules are not looked into, but for the attributes that their own code names.
+    Modules are not looked into, but for the attributes that their own code names. What code stores before it reads it is left out.
     """
     own = _package(predict)
     found: dict[int, tuple[str, Any]] = {}  # by id; it holds the values, so that no id is used twice
-    done: set[tuple[int, frozenset[str]]] = set()
-    left: deque[tuple[str, Any, frozenset[str]]] = deque([("it", predict, frozenset())])
+    done: set[tuple[int, Named]] = set()
+    left: deque[tuple[str, Any, Named]] = deque([("it", predict, ())])
     while left and len(done) < LIMIT:
         name, thing, named = left.popleft()
         if thing is not None and (id(thing), named) not in done and not isinstance(thing, (type, ModuleType)):
@@ -93,7 +95,7 @@ def _package(predict: Any) -> str:
     return "" if isinstance(code, nn.Module) else str(getattr(of, "__module__", "")).partition(".")[0]
 
 
-def _parts(name: str, thing: Any, named: frozenset[str], own: str) -> Parts:
+def _parts(name: str, thing: Any, named: Named, own: str) -> Parts:
     if isinstance(thing, FunctionType):
         yield from _of_function(inspect.unwrap(thing), own)
     elif isinstance(thing, MethodType):
@@ -106,10 +108,9 @@ def _parts(name: str, thing: Any, named: frozenset[str], own: str) -> Parts:
     elif isinstance(thing, nn.Module):
         inner = thing.module if isinstance(thing, DistributedDataParallel) else thing
         inner = getattr(inner, "_orig_mod", inner)  # of a compiled module
-        for forward in _methods(inner, "forward", own):
-            named |= _names(forward)
-        for key in named & vars(inner).keys():
-            yield f"{name}.{key}", vars(inner)[key], frozenset()
+        for key, reads in _with_methods(inner, named, "forward", own)[0]:
+            if reads and key in vars(inner):
+                yield f"{name}.{key}", vars(inner)[key], ()
     elif isinstance(thing, Mapping):
         for key, value in islice(thing.items(), MOST):
             yield f"{name}[{key!r}]", value, named
@@ -117,15 +118,37 @@ def _parts(name: str, thing: Any, named: frozenset[str], own: str) -> Parts:
         for i, value in enumerate(thing[:MOST]):
             yield f"{name}[{i}]", value, named
     elif not isinstance(thing, (Tensor, np.ndarray)) and (slots := _slots(thing)) is not None:
-        for called in _methods(thing, "__call__", own):
-            named |= _names(called)
-            yield name, called, named
-        for key in sorted(named):
-            if key in getattr(thing, "__dict__", ()) or (key in slots and hasattr(thing, key)):
+        named, methods = _with_methods(thing, named, "__call__", own)
+        for key, reads in named:
+            if reads and (key in getattr(thing, "__dict__", ()) or (key in slots and hasattr(thing, key))):
                 yield f"{name}.{key}", getattr(thing, key), named
-            for method in _methods(thing, key, own):
-                yield "self", thing, _names(method)
-                yield f"{name}.{key}", method, named
+        for key, method in methods:
+            yield f"{name}.{key}", method, named
+
+
+def _with_methods(thing: Any, named: Named, called: str, own: str) -> tuple[Named, list[tuple[str, FunctionType]]]:
+    """What some code names that calls `thing`, together with the methods that run then, of which `called` is one; and these methods, by name.
+
+    In the order in which they run: an activation, which a model stores in an attribute before it reads it there, is no label of the user's.
+    """
+    first: dict[str, bool] = {name: reads for name, reads in named if not reads}  # before it calls `called`
+    methods: dict[FunctionType, str] = {}
+
+    def run(key: str) -> None:
+        for method in _methods(thing, key, own):
+            if method not in methods:
+                methods[method] = key
+                follow(_names(method))
+
+    def follow(names: Named) -> None:
+        for name, reads in names:
+            if reads:
+                run(name)
+            first.setdefault(name, reads)
+
+    run(called)
+    follow(named)
+    return tuple(first.items()), [(key, method) for method, key in methods.items()]
 
 
 def _slots(thing: Any) -> set[str] | None:
@@ -142,7 +165,7 @@ def _of_function(function: Any, own: str) -> Parts:
             found[name] = cell.cell_contents
         except ValueError:  # nothing is assigned to it yet
             continue
-    found |= {name: function.__globals__[name] for name in sorted(_named(function.__code__, "LOAD_GLOBAL") & function.__globals__.keys())}
+    found |= {name: function.__globals__[name] for name in sorted(_globals(function.__code__) & function.__globals__.keys())}
     found |= {name: p.default for name, p in inspect.signature(function, follow_wrapped=False).parameters.items() if p.default is not p.empty}
     named = _names(function)
     for name, value in found.items():
@@ -164,16 +187,27 @@ def _methods(thing: Any, name: str, own: str) -> list[FunctionType]:
     return [function for function in functions if isinstance(function, FunctionType) and not _of_a_library(function, own)]
 
 
-def _names(function: Any) -> frozenset[str]:
-    """The attributes that a function names."""
-    return _named(inspect.unwrap(function).__code__, "LOAD_ATTR", "LOAD_METHOD")
+def _names(function: Any) -> Named:
+    return _attributes(inspect.unwrap(function).__code__)
 
 
 @functools.cache
-def _named(code: CodeType, *instructions: str) -> frozenset[str]:
-    """What these instructions of the code name, and those of the functions defined in it."""
-    inner = (_named(constant, *instructions) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname in instructions).union(*inner)
+def _attributes(code: CodeType) -> Named:
+    """The attributes that this code names, and the functions defined in it."""
+    first: dict[str, bool] = {}
+    for step in dis.get_instructions(code):
+        if isinstance(step.argval, CodeType):
+            first |= {name: reads for name, reads in _attributes(step.argval) if name not in first}
+        elif step.opname in (*READS, "STORE_ATTR"):
+            first.setdefault(step.argval, step.opname in READS)
+    return tuple(first.items())
+
+
+@functools.cache
+def _globals(code: CodeType) -> frozenset[str]:
+    """The globals that this code names, and those of the functions defined in it."""
+    inner = (_globals(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL").union(*inner)
 
 
 def _labels(value: Any, batch: int) -> bool:
