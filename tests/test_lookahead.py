@@ -19,6 +19,7 @@ from noiseclock.core.directions import ALONG, derivative
 from noiseclock.core.lookahead import TARGETS, _gradient, utility
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.priced import evenly
+from noiseclock.lab.captured import CapturedForward
 
 BINS = 5
 
@@ -137,6 +138,44 @@ def test_a_gradient_that_runs_out_of_memory_is_taken_in_parts_and_the_size_is_re
     assert [rows for _, rows in found] == [None, 4]
     # the parts of a sum in another order: float32, divided by a step of 1e-3 in the difference
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-2)
+
+
+class Energy(Denoiser):
+    def gradient(self, x):
+        """A method of the user's own, with a name that we use too."""
+        return x
+
+
+def test_a_method_of_the_users_called_gradient_is_left_alone():
+    found = []
+    for kind in (Denoiser, Energy):
+        torch.manual_seed(0)
+        model, points = kind(width=16), torch.Generator().manual_seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        clock = nc.Clock("linear", nc.Lookahead(every=1, bins=4)).attach(optimizer)
+        for _ in range(3):
+            b = clock.draw(ring().sample(32, points), predict=model)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        measured = nc.measure.utility_over_time(clock, model, optimizer, ring().sample(16, points), bins=2, probes=2)
+        found.append((clock.sampler.curve[0].tolist(), measured.utility.tolist()))
+    assert found[0] == found[1]
+    assert all(value != 0 for values in found[0] for value in values)
+
+
+def test_our_own_graphs_are_asked_for_their_gradient(monkeypatch):
+    """Without a GPU nothing can be captured, so the captured function itself is run."""
+    asked = []
+    monkeypatch.setattr(CapturedForward, "_replayed", lambda self, run, *inputs: asked.append(len(inputs)) or run(*inputs))
+    model, data, clock = trained_a_little("lookahead")
+    probe = next(probes_of(clock, model, data, 1))
+    parameters, given = list(model.parameters()), (TARGETS["simple"](), evenly(8, 0.5, torch.device("cpu")), torch.arange(8))
+    wanted = _gradient(probe, parameters, *given)
+    assert not asked
+    probe.predict = CapturedForward(model)
+    assert all(torch.equal(a, b) for a, b in zip(_gradient(probe, parameters, *given), wanted, strict=True))
+    assert asked == [5]  # x_t, t, cond, target and weight
 
 
 def fed(c, probes, **options):

@@ -1,6 +1,7 @@
 """Measurements against closed forms, and that nothing shows afterwards that they were made."""
 
 import copy
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,6 +188,7 @@ MEASURE = {
     "interdependence": lambda clock, predict, optimizer, x0, **more: interdependence(
         clock, predict, optimizer, x0, updates=3, times=7, batch=8, **more
     ),
+    "utility": lambda clock, predict, optimizer, x0, **more: nc.measure.utility_over_time(clock, predict, optimizer, x0, bins=2, probes=2, **more),
 }
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
@@ -269,6 +271,30 @@ def test_an_error_in_the_model_restores_it_too():
     assert clock.updates == 1  # its hook is back
 
 
+@pytest.mark.parametrize("name", MEASURE)
+def test_what_is_reached_besides_a_named_model_is_restored_too(name):
+    """A learned weighting, whose parameters may have an optimiser of their own, what runs beside the model, and the states that it draws from."""
+    torch.manual_seed(0)
+    model, beside, weighting = nn.Linear(2, 2), nn.BatchNorm1d(2), nc.Uncertainty()
+
+    def predict(x_t, t):
+        return model(beside(x_t)) * (1 + random.random() + np.random.rand())  # noqa: NPY002 - as a user's model may
+
+    clock = nc.Clock("linear", "uniform", weighting)
+    for measured in (False, True):
+        for p in (*weighting.parameters(), *beside.parameters()):
+            p.grad = torch.ones_like(p) if measured else None
+        state = {name: value.clone() for name, value in beside.state_dict().items()}
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert MEASURE[name](clock, predict, optimizer, torch.randn(16, 2), model=model)[1].all()
+        for p in (*weighting.parameters(), *beside.parameters()):
+            assert p.grad is None if not measured else torch.equal(p.grad, torch.ones_like(p))
+        assert all(torch.equal(value, state[name]) for name, value in beside.state_dict().items())
+        assert python == random.getstate()
+        assert str(numpy) == str(np.random.get_state())  # noqa: NPY002
+
+
 def test_measured_under_no_grad_and_bfloat16():
     clock = nc.Clock(FOUR_STEPS, "uniform")
     model = nn.Linear(DIM, DIM)
@@ -294,6 +320,8 @@ def test_measured_under_no_grad_and_bfloat16():
         (lambda c, m, x: loss_over_time(c, m, x, times=[1.5]), ValueError, r"must lie in \[0, 1\]"),
         (lambda c, m, x: loss_over_time(c, m, x, repeats=0), ValueError, "must be at least 1"),
         (lambda c, m, x: interdependence(c, m, None, x, interval=(0.5, 0.2)), ValueError, "0 <= lo < hi <= 1"),
+        (lambda c, m, x: interdependence(c, m, None, x), ValueError, "interdependence trains the model for a moment, so it needs its optimiser"),
+        (lambda c, m, x: interdependence(c, m, [], x), ValueError, "interdependence trains the model for a moment, so it needs its optimiser"),
     ],
 )
 def test_bad_input_is_named(call, error, message):
@@ -323,6 +351,23 @@ def test_the_utility_is_the_closed_form_with_the_objective_and_the_weight_that_a
     assert (np.abs(found.utility - wanted) < 5 * found.error + 0.01 * wanted).all()
     assert np.abs(found.utility / wanted - 1)[:3].max() < 0.1  # in the last one the mean of the gradient is small beside its scatter
     assert torch.equal(next(model.parameters()), before)
+
+
+def test_the_utility_is_that_of_the_weight_that_is_trained_with():
+    """A normalised one is divided by its mean over the four steps. The prices of a sampler are those of the weight as it is."""
+    model, x0 = Separate((0.1, 0.4, 0.7, 1.0)), data(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    utilities, curves = [], []
+    for normalize in (False, True):
+        clock = nc.Clock(FOUR_STEPS, nc.VarianceOptimal(bins=STEPS), nc.MinSNR(2, normalize=normalize)).attach(optimizer)
+        utilities.append(nc.measure.utility_over_time(clock, model, optimizer, x0, bins=STEPS, probes=2).utility)
+        clock.probe(x0, model)
+        clock.sampler.after(clock._probe, None)
+        curves.append(clock.sampler.curve[0])
+    mean = nc.MinSNR(2)(FOUR_STEPS, FOUR_STEPS.grid(), clock.objective).mean().item()
+    assert abs(mean - 1) > 0.1
+    assert np.allclose(utilities[1] * mean, utilities[0], rtol=1e-12)
+    assert torch.equal(*curves)
 
 
 @pytest.mark.filterwarnings("error")

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from noiseclock.core.policy import HIGH, LOW, BetaCells, Bounded, Policy, draw_cells
 
@@ -104,6 +106,38 @@ def test_beyond_a_bound_only_a_gradient_that_leads_farther_out_is_dropped():
     assert torch.equal(bounded, x.clamp(1, 3))
     bounded.backward(gradient)
     assert x.grad.tolist() == [0.0, -2.0, 2.0, -2.0, 2.0, -2.0, 2.0, -2.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 12), (2, 100), (3, 1, 8), (3, 1, 1), (7,)])
+def test_nothing_in_it_is_refused_in_deterministic_mode(shape, monkeypatch):
+    """On CUDA `torch.use_deterministic_algorithms(True)` refuses the cumulative sum and the gradient of adaptive pooling."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.add(function.overloadpacket.__name__)
+            return function(*args, **kwargs or {})
+
+    names: set[str] = set()
+    policy = Policy(shape)
+    with Called():
+        pmf = BetaCells(50).mass(policy(torch.randn(4, *shape)))
+        _, mass = draw_cells(pmf, torch.rand(4, dtype=torch.float64))
+        mass.log().sum().backward()
+    assert {"gather", "searchsorted"} <= names
+    assert not [name for name in names if name.startswith("cumsum") or ("adaptive" in name and "backward" in name)]
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 12), (2, 100), (3, 1, 8), (1, 9, 16), (1, 4, 8, 6)])
+def test_its_pooling_is_that_of_adaptive_pooling(shape):
+    policy, x = Policy(shape), torch.randn(5, *shape)
+    adaptive = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[len(shape) - 2]
+    for stage, pool in ((1, policy.net[2]), (2, policy.net[5]), (3, policy.net[8])):
+        size = tuple(max(extent >> stage, 1) if stage < 3 else 1 for extent in shape[1:])
+        pooled, wanted = pool(x), adaptive(size)(x)
+        assert torch.equal(pooled, wanted)
+        x = pooled
+    assert x.shape == (5, shape[0], *[1] * (len(shape) - 1))
 
 
 def test_too_many_dimensions_are_refused():

@@ -164,6 +164,17 @@ def test_ends_of_schedules_without_noise_or_signal_are_finite():
         assert all(p.grad.isfinite().all() for p in weighting.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_it_is_float32_whatever_the_default_dtype_is(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        made = Uncertainty()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wanted = Uncertainty().state_dict()
+    assert all(value.dtype == torch.float32 and torch.equal(value, wanted[name]) for name, value in made.state_dict().items())
+
+
 def test_autocast_does_not_round_it():
     weighting, time = stirred(), torch.rand(50, dtype=torch.float64)
     schedule = nc.schedule("edm")

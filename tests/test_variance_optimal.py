@@ -329,6 +329,40 @@ def test_where_the_answer_is_known_it_is_found():
     assert apart[-1] < uniform / 8
 
 
+def test_of_two_that_probe_the_later_one_learns_before_its_turn_and_the_earlier_one_stops_after_its_own():
+    model = Separate((0.1, 0.4, 0.7, 1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    clock = nc.Clock(FOUR_STEPS, nc.Annealed(nc.VarianceOptimal(every=5), nc.Lookahead(every=5), start=20, stop=30)).attach(optimizer)
+    probes, least = [], []
+    for _ in range(60):
+        b = clock.draw(data(16), predict=model)
+        clock.loss(b, model(b.x_t, b.t)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        probes.append((clock.sampler.sampler.probes, clock.sampler.other.probes))
+        least.append(clock.sampler.least_batch)
+    # at the updates 0, 1, 3, 6, 10 and then every 5th: 25 is the last before the 30th
+    assert probes[19] == (6, 6)
+    assert probes[29] == (8, 8)
+    assert probes[59] == (8, 14)
+    assert least == [4] * 60
+    assert clock.corrected  # by VarianceOptimal's wish, to the end: the objective does not change on the way
+    assert clock.sampler.corrects
+
+
+def test_an_annealed_sampler_that_was_left_learns_from_no_loss_and_asks_for_no_batch():
+    sampler = nc.Annealed(nc.Lookahead(every=5), nc.VarianceOptimal(every=5), start=0, stop=2)
+    assert sampler.least_batch == 4
+    sampler.advance(2)
+    assert sampler.least_batch == 1
+    clock = nc.Clock(FOUR_STEPS, nc.Annealed(nc.LossSecondMoment(), nc.LossEMA(), start=0, stop=2))
+    for updates in (0, 2):
+        clock.sampler.advance(updates)
+        b = clock.draw(data(8))
+        clock.loss(b, torch.full_like(b.x_t, torch.nan))
+    assert (clock.sampler.sampler.skipped, clock.sampler.other.skipped) == (8, 16)
+
+
 def test_it_can_be_annealed_to_the_base():
     model, data, (optimizer,), clock = partly_trained(nc.Annealed(nc.VarianceOptimal(every=4, bins=8, warmup=3), start=80, stop=120), "vlb", steps=80)
     assert np.abs(clock.plot_data().p - 1).mean() > 0.1

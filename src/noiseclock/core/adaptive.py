@@ -312,7 +312,7 @@ class Adaptive(Sampler):
         cond = ranks.anything_from_first(take_rows(probe.cond, row, len(probe.x0)), device)
         alone = Probe(
             probe.predict, probe.schedule, probe.objective, x0, cond, noise=noise, modules=probe.modules, others=probe.others,
-            autocast=probe.autocast, rows=None if probe.rows >= size else probe.rows,
+            autocast=probe.autocast, rows=None if probe.rows >= size else probe.rows, seed=probe.seed,
         )  # fmt: skip
         alone.lowered = probe.lowered
         grid = self._grid.on(device)

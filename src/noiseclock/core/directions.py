@@ -123,8 +123,8 @@ def _compare(slope: Tensor, other: Tensor) -> None:
         warn(
             f"the derivatives of this probe change by {100 * math.sqrt(differ / max(size, TINY)):.0f} % with twice the step, so they cannot be "
             "relied on, and neither can what is learned from them. If the model computes in half precision, use autocast around its call and not "
-            "inside, nor FSDP2's param_dtype, and keep frozen weights behind trained ones in float32; if it draws random numbers, let it take torch's "
-            "default generator; and give layers before a batch norm no bias"
+            "inside, nor FSDP2's param_dtype, and keep frozen weights behind trained ones in float32; if it draws random numbers, let it take "
+            "torch's default generator; and give layers before a batch norm no bias"
         )
 
 

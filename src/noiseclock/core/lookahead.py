@@ -28,7 +28,7 @@ from noiseclock.core.directions import ALONG, CHECKED, derivative, gradients, sc
 from noiseclock.core.objectives import squared_error
 from noiseclock.core.optimizers import trained
 from noiseclock.core.priced import Priced, evenly
-from noiseclock.core.probes import Probe, full_precision, undisturbed
+from noiseclock.core.probes import Probe, full_precision
 from noiseclock.core.ranks import local, sharded
 from noiseclock.core.samplers import Setting
 from noiseclock.core.weightings import VLB, Constant, MinSNR, Weighting
@@ -71,10 +71,10 @@ def utility(probe: Probe, weighting: Weighting, target: Weighting, power: Sequen
 def _gradient(probe: Probe, parameters: Sequence[Tensor], target: Weighting, time: Tensor, rows: Tensor) -> list[Tensor]:
     """∇J from the samples `rows` of this rank, or of all ranks if the model is sharded; `.grad` is left unchanged."""
     # a `predict` that replays CUDA graphs has a graph for gradients too
-    gradient = getattr(probe.predict, "gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
+    gradient = getattr(probe.predict, "replayed_gradient", None) or partial(gradient_of_sum, getattr(probe.predict, "_orig_mod", probe.predict))
     weight = target(probe.schedule, time, probe.objective) / len(rows)
     total: list[Tensor] = []
-    with undisturbed(probe.resting, probe.x0.device), full_precision(probe.resting, probe.x0.device):
+    with probe.at_rest(), full_precision(probe.resting, probe.x0.device):
         for start in range(0, len(rows), probe.rows):
             chosen, at = rows[start : start + probe.rows], time[start : start + probe.rows]
             found = gradient(parameters, *probe.inputs(at, chosen, chosen, None), weight[start : start + probe.rows])

@@ -14,6 +14,7 @@ gradients, training flags and random states.
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,13 +33,15 @@ from noiseclock.core.conditioning import take_rows
 from noiseclock.core.gradient_variance import gradient_moments, split
 from noiseclock.core.health import warn
 from noiseclock.core.lookahead import target_of, utility
-from noiseclock.core.optimizers import attachable, metric, trained
+from noiseclock.core.optimizers import attachable, groups, metric, trained
 from noiseclock.core.probes import Probe, autocast_dtype, uncached
 from noiseclock.core.reach import modules_of, rows_held, told
 from noiseclock.core.schedules import Array, as_time
 from noiseclock.core.streams import finalize
 from noiseclock.core.table import wide
-from noiseclock.core.weightings import Weighting
+from noiseclock.core.weightings import Constant, Weighting
+
+Running = tuple[list[nn.Module], list[nn.Module]]
 
 
 class LossOverTime(NamedTuple):
@@ -106,7 +109,7 @@ def loss_over_time(
     """
     check_batch(x0, None)
     time = _grid(times)
-    found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=_modules(predict, model, len(x0)))
+    found = _losses(clock, predict, x0, cond, time, _modules(predict, model, len(x0)), repeats=repeats, batch=batch, seed=seed)
     # repeats of one sample are not independent: their mean counts as one observation
     by_sample = found.mean(0)
     error = by_sample.std(1, ddof=1) / math.sqrt(len(x0)) if len(x0) > 1 else np.full(len(time), np.nan)
@@ -138,9 +141,9 @@ def gradient_variance(
     half, pairs = split(samples, pairs, len(x0))
     time = (np.arange(bins * pairs) + 0.5) / (bins * pairs)
     noise = _noise(x0, _generator(x0.device, seed, "noise"))
-    autocast = autocast_dtype(x0.device)
+    modules, others = _modules(predict, model, len(x0))
     probe = Probe(
-        predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=_modules(predict, model, len(x0)), autocast=autocast, seed=seed
+        predict, clock.schedule, clock.objective, x0, cond, noise=noise, modules=modules, others=others, autocast=autocast_dtype(x0.device), seed=seed
     )
     found = gradient_moments(probe, torch.as_tensor(time, device="cpu"), half).cpu().double().numpy()
     if weighted:
@@ -168,23 +171,27 @@ def interdependence(
     """How the loss changes at all times when only times in `interval` are trained (the adaptive paper's Fig. 4).
 
     The model is trained for `updates` updates of `optimizer` (or several in a list), each on `batch` samples of x0 (N, ...) at times spread evenly
-    over the interval, with
-    the clock's weighted loss and in its current mode (train or eval). Then model and optimiser are restored bit for bit; the optimiser's hooks do
-    not run, and the clock counts no update. times, repeats, model: as for `loss_over_time`, with the same noise before and after.
+    over the interval, with the clock's weighted loss and in its current mode (train or eval). Then everything is restored bit for bit;
+    the optimiser's hooks do not run, and the clock counts no update. times, repeats, model: as for `loss_over_time`, with the same noise before and
+    after.
     """
     check_batch(x0, None)
     lo, hi = interval
     if not 0 <= lo < hi <= 1:
         raise ValueError(f"interval must be (lo, hi) with 0 <= lo < hi <= 1, got {interval}")
-    time, modules = _grid(times), _modules(predict, model, len(x0))
+    optimizers = _several(optimizer)
+    if not optimizers:
+        raise ValueError("interdependence trains the model for a moment, so it needs its optimiser, or a list of several")
+    time, (modules, others) = _grid(times), _modules(predict, model, len(x0))
+    # the updates also reach what runs beside the model, and the parameters of a learned weighting
+    touched = [*modules, *others, *(part for part in vars(clock.weighting).values() if isinstance(part, nn.Module))]
 
     def losses() -> Array:
-        found = _losses(clock, predict, x0, cond, time, repeats=repeats, batch=batch, seed=seed, modules=modules)
+        found = _losses(clock, predict, x0, cond, time, (modules, others), repeats=repeats, batch=batch, seed=seed)
         return np.asarray(found.mean((0, 2)))
 
     before = losses()
-    optimizers = _several(optimizer)
-    with _restored(modules, optimizers, x0.device), uncached(x0.device, autocast_dtype(x0.device)):
+    with _restored(touched, optimizers, x0.device), uncached(x0.device, autocast_dtype(x0.device)):
         generator = _generator(x0.device, seed, "training")
         torch.default_generator.manual_seed(seed)
         if x0.is_cuda:
@@ -224,11 +231,13 @@ def utility_over_time(
     target: "simple", "min-snr", "vlb", or the weighting of the target objective. Each of the `probes` takes the target's gradient on a new random
     half of x0 and prices the other half by the clock's weighted loss, in the metric of `optimizer` (or several in a
     list) and along its parameters. batch: rows per forward pass. model: the module to measure, if it cannot be found from `predict`.
+
+    With several ranks all of them must call it, each with an x0 of its own: the target's gradient is the mean over ranks.
     """
     check_batch(x0, None)
     if min(bins, probes) < 1:
         raise ValueError(f"bins and probes must be at least 1, got {bins} and {probes}")
-    modules, optimizers = _modules(predict, model, len(x0)), _several(optimizer)
+    (modules, others), optimizers = _modules(predict, model, len(x0)), _several(optimizer)
     power, unknown = metric(optimizers, trained(modules, optimizers))
     if unknown:
         warn(f"{unknown}, so gradients are measured without preconditioning")
@@ -237,10 +246,11 @@ def utility_over_time(
     found = np.full((probes, bins), np.nan)
     for number in range(probes):
         probe = Probe(
-            predict, clock.schedule, clock.objective, x0, cond, noise=_noise(x0, generator), modules=modules, rows=min(batch, len(x0) // 2 or 1),
-            optimizers=optimizers, seed=seed * probes + number,
+            predict, clock.schedule, clock.objective, x0, cond, noise=_noise(x0, generator), modules=modules, others=others,
+            rows=min(batch, len(x0) // 2 or 1), optimizers=optimizers, seed=seed * probes + number,
         )  # fmt: skip
-        time, price = (part.cpu().double().numpy() for part in utility(probe, clock.weighting, wanted, power, number=number))
+        time, slope = (part.cpu().double().numpy() for part in utility(probe, Constant(), wanted, power, number=number))
+        price = slope * _weights(clock, x0, time)
         place = np.minimum((time * bins).astype(int), bins - 1)
         count, total = (np.bincount(place, weights, bins) for weights in (None, price))
         found[number] = np.divide(total, count, out=found[number], where=count > 0)
@@ -258,45 +268,52 @@ def _several(optimizer: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _restored(modules: list[nn.Module], optimizers: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """Restore the model and the optimisers on exit: every tensor is the same object with the same bits. The optimisers' hooks do not run inside.
+    """Restore modules, optimisers and random states on exit: every tensor is the same object with the same bits. No hook of an optimiser runs inside.
 
     `load_state_dict` would not do: it casts the optimiser's state to the parameters' dtype and makes new tensors.
     """
-    with ExitStack() as stack:
+    tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())}
+    tensors |= {id(p): p for group in groups(optimizers) for p in group["params"]}
+    # what is frozen does not change, and may be large
+    kept = [(x, x.detach().clone()) for x in tensors.values() if x.requires_grad or not isinstance(x, nn.Parameter)]
+    gradients = [(x, x.grad) for x in tensors.values()]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that a user's model may draw from
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(_restored_one(modules, optimizer, device))
-        yield
-
-
-@contextmanager
-def _restored_one(modules: list[nn.Module], optimizer: Any, device: torch.device) -> Iterator[None]:
-    groups = [group["params"] for group in optimizer.param_groups]
-    tensors = {id(x): x for module in modules for x in (*module.parameters(), *module.buffers())} | {id(p): p for group in groups for p in group}
-    kept = [(x, x.detach().clone()) for x in tensors.values()]
-    gradients = [(p, p.grad) for p in tensors.values()]
-    states = {p: _kept(state) for p, state in optimizer.state.items()}
-    settings = [_kept({name: value for name, value in group.items() if name != "params"}) for group in optimizer.param_groups]
-    hooks = [(h, h.copy()) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            stack.enter_context(_restored_one(optimizer))
         try:
-            for hook, _ in hooks:
-                hook.clear()
-            for p, _ in gradients:
-                p.grad = None
+            for x, _ in gradients:
+                x.grad = None
             yield
         finally:
             with torch.no_grad():
                 for x, bits in kept:
                     x.copy_(bits)
-                for p, gradient in gradients:
-                    p.grad = gradient
-                optimizer.state.clear()
-                optimizer.state.update({p: _given_back(state) for p, state in states.items()})
-                for group, params, setting in zip(optimizer.param_groups, groups, settings, strict=True):
-                    group.clear()
-                    group.update({"params": params, **_given_back(setting)})
-            for hook, saved in hooks:
-                hook.update(saved)
+            for x, gradient in gradients:
+                x.grad = gradient
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
+@contextmanager
+def _restored_one(optimizer: Any) -> Iterator[None]:
+    params = [group["params"] for group in optimizer.param_groups]
+    states = {p: _kept(state) for p, state in optimizer.state.items()}
+    settings = [_kept({name: value for name, value in group.items() if name != "params"}) for group in optimizer.param_groups]
+    hooks = [(h, h.copy()) for h in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+    try:
+        for hook, _ in hooks:
+            hook.clear()
+        yield
+    finally:
+        with torch.no_grad():
+            optimizer.state.clear()
+            optimizer.state.update({p: _given_back(state) for p, state in states.items()})
+            for group, mine, setting in zip(optimizer.param_groups, params, settings, strict=True):
+                group.clear()
+                group.update({"params": mine, **_given_back(setting)})
+        for hook, saved in hooks:
+            hook.update(saved)
 
 
 def _kept(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -308,9 +325,7 @@ def _given_back(kept: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     return {name: value.copy_(held) if isinstance(value, Tensor) else held for name, (value, held) in kept.items()}
 
 
-def _losses(
-    clock: Clock, predict: Predict, x0: Tensor, cond: Any, time: Array, *, repeats: int, batch: int, seed: int, modules: list[nn.Module]
-) -> Array:
+def _losses(clock: Clock, predict: Predict, x0: Tensor, cond: Any, time: Array, running: Running, *, repeats: int, batch: int, seed: int) -> Array:
     """(repeats, n, N) unweighted losses of x0 (N, ...) at times (n,)."""
     if min(repeats, batch) < 1:
         raise ValueError(f"repeats and batch must be at least 1, got {repeats} and {batch}")
@@ -330,7 +345,8 @@ def _losses(
                 x0[rows],
                 take_rows(cond, rows, n),
                 noise=noise[rows],
-                modules=modules,
+                modules=running[0],
+                others=running[1],
                 autocast=autocast_dtype(x0.device),
             )
             losses = probe.losses(moments, torch.arange(batch, device=x0.device).repeat(len(time)))
@@ -365,10 +381,12 @@ def _weights(clock: Clock, x0: Tensor, time: Array) -> Array:
     return np.asarray(clock.at(like, torch.as_tensor(time, device="cpu"), noise=like).weight.cpu().double())
 
 
-def _modules(predict: Predict, model: nn.Module | None, batch: int) -> list[nn.Module]:
-    modules = modules_of(predict) if model is None else [model]
+def _modules(predict: Predict, model: nn.Module | None, batch: int) -> Running:
+    """The modules to measure, and the others that `predict` runs."""
+    found = modules_of(predict)
+    modules = found if model is None else [model]
     if not modules:
         raise ValueError(f"cannot find the model in predict={brief(repr(predict))}; pass it as model=...")
     if held := rows_held(predict, batch):
         warn(told(list(held)))
-    return modules
+    return modules, [module for module in found if not any(module is other for other in modules)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from noiseclock.core.learned import running_sum
 from noiseclock.core.samplers import TINY
 from noiseclock.core.table import Table, widen
 
@@ -56,10 +57,11 @@ class Policy(nn.Module):
         layers: list[nn.Module] = []
         if dims > 0:
             conv: type[nn.Module] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-            pool: type[nn.Module] = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[dims - 1]
+            extents = shape[1:]
             for before, after, stage in zip((shape[0], *CHANNELS), CHANNELS, (1, 2, 3), strict=False):
                 size = tuple(max(extent >> stage, 1) for extent in shape[1:]) if stage < 3 else (1,) * dims
-                layers += [conv(before, after, 3, padding=1), nn.SiLU(), pool(size)]
+                layers += [conv(before, after, 3, padding=1), nn.SiLU(), _pooling(extents, size)]
+                extents = size
         features = CHANNELS[-1] if dims > 0 else shape[0]
         last = nn.Linear(hidden, 2)
         nn.init.zeros_(last.weight)
@@ -73,6 +75,18 @@ class Policy(nn.Module):
             out = self.net(x0.float().nan_to_num(0.0, 0.0, 0.0))
             # bounded before softplus, whose own gradient is gone at -100: Adam's momentum can carry a policy as far as that
             return functional.softplus(Bounded.apply(out, *RAW))  # type: ignore[no-untyped-call]
+
+
+def _pooling(before: tuple[int, ...], after: tuple[int, ...]) -> nn.Module:
+    """The mean over blocks of a grid; over equal ones without adaptive pooling, whose gradient CUDA refuses to compute deterministically.
+
+    So it does for any pooling of volumes. Down to a single number, adaptive pooling is a plain mean.
+    """
+    dims, both = len(after), list(zip(before, after, strict=True))
+    fixed = dims < 3 and max(after) > 1 and all(b % a == 0 for b, a in both)
+    adaptive: tuple[type[nn.Module], ...] = nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d
+    pools: tuple[type[nn.Module], ...] = (nn.AvgPool1d, nn.AvgPool2d) if fixed else adaptive
+    return pools[dims - 1](tuple(b // a for b, a in both) if fixed else after)
 
 
 class BetaCells:
@@ -108,7 +122,8 @@ class BetaCells:
 def draw_cells(pmf: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Times (B,) at uniforms v (B,), each by the inverse CDF of its own row of pmf (B, n), and the probability (B,) of each time's cell."""
     n = pmf.shape[1]
-    borders = pmf.cumsum(1)
+    # CUDA refuses to compute a cumsum deterministically; the other sum takes some thirty kernels in place of one
+    borders = running_sum(pmf.T).T.contiguous() if torch.are_deterministic_algorithms_enabled() else pmf.cumsum(1)
     # rounding may leave the last border below 1
     cell = torch.searchsorted(borders, v[:, None].to(pmf.dtype), right=True).clamp(max=n - 1)
     mass = pmf.gather(1, cell)

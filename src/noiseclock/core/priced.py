@@ -173,7 +173,10 @@ class Priced(LearnedDensity):
 
     @property
     def curve(self) -> tuple[Tensor, Tensor]:
-        """(bins,) mean prices and their standard errors, float64, on the CPU; 0 for a bin without a price."""
+        """(bins,) mean prices and their standard errors, float64, on the CPU; 0 for a bin without a price.
+
+        They are those of the weights before `normalize` divides these by their mean, which may change while the sampler learns.
+        """
         count, total, _ = self._buffers["faded"]
         # the effective number of probes: (Σw)²/Σw² of the weights 1, decay, decay², ..., whose sum is `count`
         worth = count * (1 + self.decay) / (2 - count * (1 - self.decay))

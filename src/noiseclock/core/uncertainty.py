@@ -40,10 +40,10 @@ class LogError(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)  # the same waves on every rank, and no draw from the user's generator
-        self.register_buffer("frequency", torch.randn(FEATURES, generator=generator, device="cpu"))
-        self.register_buffer("phase", torch.rand(FEATURES, generator=generator, device="cpu"))
-        self.weight = nn.Parameter(torch.zeros(FEATURES, device="cpu"))
-        self.bias = nn.Parameter(torch.zeros((), device="cpu"))
+        self.register_buffer("frequency", torch.randn(FEATURES, generator=generator, device="cpu", dtype=torch.float32))
+        self.register_buffer("phase", torch.rand(FEATURES, generator=generator, device="cpu", dtype=torch.float32))
+        self.weight = nn.Parameter(torch.zeros(FEATURES, device="cpu", dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros((), device="cpu", dtype=torch.float32))
 
     def forward(self, log_sigma: Tensor) -> Tensor:
         """u (B,) at ln σ (B,), float32."""

@@ -156,7 +156,7 @@ class Blend(Sampler):
     _share: Table  # f, 0-d
 
     @property
-    def _parts(self) -> tuple[Sampler, Sampler]:
+    def _parts(self) -> tuple[Sampler, ...]:
         return self.sampler, self.other
 
     @property
@@ -292,8 +292,9 @@ class Annealed(Blend):
     """One sampler until optimiser update `start`, another from `stop` on, and a linear transition between them.
 
     A Clock counts the updates; without one, call `advance(updates)`. The clock saves this count; it is not part of the sampler's state.
-    From `stop` on the other alone is drawn from, stratified if it may be. A captured graph keeps what it was captured with, the share aside: before
-    `stop` both parts and how the uniforms were drawn, after it the other alone. So capture again at `stop`, and after loading an earlier state.
+    Before `start` the other learns already, at the cost of its probes. From `stop` on it alone is drawn from, stratified if it may be, and it alone
+    learns. A captured graph keeps what it was captured with, the share aside: before `stop` both parts and how the uniforms were drawn, after it the
+    other alone. So capture again at `stop`, and after loading an earlier state.
     """
 
     sampler: Sampler
@@ -309,6 +310,15 @@ class Annealed(Blend):
             raise ValueError(f"Annealed: start must come before stop, got start = {self.start}, stop = {self.stop}")
 
     @property
+    def _parts(self) -> tuple[Sampler, ...]:
+        # before `start` both: the other has to know something when it takes over; what is no longer drawn from need not learn
+        return (self.other,) if self._over else super()._parts
+
+    @property
+    def corrects(self) -> bool:
+        return self.sampler.corrects or self.other.corrects  # the objective is the same before and after
+
+    @property
     def support(self) -> tuple[float, float]:
         """The times that can be drawn during the whole transition: the intersection of both supports."""
         (a, b), (c, d) = self.sampler.support, self.other.support
@@ -317,15 +327,6 @@ class Annealed(Blend):
     @property
     def counts_updates(self) -> bool:
         return True
-
-    @property
-    def every(self) -> int:  # type: ignore[override]
-        return self.other.every if self._over else super().every  # what is no longer drawn from need not learn
-
-    @property
-    def stratified(self) -> bool:  # type: ignore[override]
-        # before `start` too both parts count: the other may be learning already
-        return self.other.stratified if self._over else super().stratified
 
     @property
     def _over(self) -> bool:

@@ -156,7 +156,7 @@ class CapturedForward:
         out: Tensor = self._replayed(lambda x, t, labels: call(net, x, t, labels), x, t, labels)
         return out
 
-    def gradient(
+    def replayed_gradient(
         self, parameters: Sequence[Tensor], x: Tensor, t: Tensor, labels: Tensor | None, target: Tensor, weight: Tensor
     ) -> tuple[Tensor, ...]:
         """See `gradient_of_sum`."""
