@@ -423,3 +423,19 @@ def _row(rank: int, port: int, place, results) -> None:
         results[rank] = clock.sampler._whole_grid(probe)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_copy_of_the_model_is_told_of():
+    """Its losses never change, which is no lack of S: no times would predict the mean over all."""
+    model, copied = (Denoiser() for _ in range(2))
+    points = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock(nc.schedule("linear", steps=20), nc.Adaptive(every=1, queue=3)).attach(optimizer, model=model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            b = clock.draw(ring().sample(16, points), predict=copied)
+            clock.loss(b, model(b.x_t, b.t)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [str(one.message).partition(",")[0] for one in told] == ["Adaptive: in 3 probes the optimiser's updates changed no loss"]

@@ -276,3 +276,13 @@ def test_two_processes_share_one_density(free_port):
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_copy_of_the_model_is_told_of():
+    model, copied = (nn.Linear(2, 2) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = nc.Clock("linear", nc.GradientVariance(bins=2, samples=8, every=1)).attach(optimizer, model=model)
+    clock.draw(torch.zeros(8, 2), predict=lambda x, t: copied(x))
+    sum(p.sum() for p in model.parameters()).backward()
+    with pytest.warns(UserWarning, match="GradientVariance: no loss depends on the trained parameters"):
+        optimizer.step()

@@ -97,6 +97,12 @@ class GradientVariance(LearnedDensity):
             return gradient_moments(few, time, half)[0].reshape(self.bins, pairs)
 
         found = few.within_memory(measure)
+        if not bool(found.any()):  # waits for the device, which an estimate of so many passes can afford
+            self._health.warn(
+                "prices",
+                "GradientVariance: no loss depends on the trained parameters, so nothing can be learned; pass the model that the optimiser trains as "
+                "predict=, not a copy of it such as averaged weights",
+            )
         finite = found.isfinite()
         count, total, lost = ranks.total(torch.stack([finite.to(found.dtype), torch.where(finite, found, 0.0), (~finite).to(found.dtype)]).sum(2))
         variance, estimates = self._buffers["variance"], self._buffers["estimates"]
